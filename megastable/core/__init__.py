@@ -1,0 +1,1 @@
+"""Floor 0: everything that can be computed without torch. Standard library only."""

@@ -1,0 +1,100 @@
+"""The checkpoints of a run folder: which there are, which are complete, and the manifest that says so.
+
+A checkpoint is written to ``step_00000010.partial``; its manifest, with every file's size, is written last, and then
+the folder is renamed. A folder without that suffix and with a manifest that its files match is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megastable.core.errors import UserError
+
+MANIFEST_NAME = "manifest.json"
+PARTIAL_SUFFIX = ".partial"
+FORMAT_VERSION = 1
+
+
+def folder_name(step: int) -> str:
+    """``step_00000010`` for step 10."""
+    return f"step_{step:08d}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a complete checkpoint says of itself."""
+
+    state: dict[str, int]
+    """``TrainingState.to_dict()``."""
+    run: dict[str, Any]
+    """The run file that the checkpoint was trained with."""
+    world_size: int
+    versions: dict[str, str]
+    files: dict[str, int]
+    """File name, relative to the checkpoint, to its size in bytes."""
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest into ``folder`` so that it survives a power cut once this returns."""
+        text = json.dumps({"format_version": FORMAT_VERSION, **self.__dict__}, indent=2)
+        with open(folder / MANIFEST_NAME, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def file_sizes(folder: Path) -> dict[str, int]:
+    """Relative name to size of every file below ``folder`` but the manifest."""
+    return {
+        str(path.relative_to(folder)): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != MANIFEST_NAME
+    }
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a complete checkpoint.
+
+    Raises:
+        UserError: ``folder`` is no checkpoint, or is not complete; the fault is named.
+    """
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        raise UserError(f"{folder} is no complete checkpoint: it has no {MANIFEST_NAME}")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        version = values.pop("format_version")
+        manifest = Manifest(**values)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if version != FORMAT_VERSION:
+        raise UserError(f"{path} has format version {version}; this program reads {FORMAT_VERSION}")
+    present = file_sizes(folder)
+    wrong = [name for name, size in manifest.files.items() if present.get(name) != size]
+    if wrong:
+        raise UserError(f"{folder} is damaged: {', '.join(wrong[:5])} missing or of another size than was written")
+    return manifest
+
+
+def newest_complete(checkpoints: Path, warn: Callable[[str], None]) -> Path | None:
+    """The complete checkpoint of the highest step below ``checkpoints``; damaged ones are passed over with a warning."""
+    for folder in sorted(step_folders(checkpoints), reverse=True):
+        try:
+            read_manifest(folder)
+        except UserError as error:
+            warn(f"{error}; falling back to an older checkpoint")
+            continue
+        return folder
+    return None
+
+
+def step_folders(checkpoints: Path) -> list[Path]:
+    """All published checkpoint folders, complete or not, in no particular order."""
+    if not checkpoints.is_dir():
+        return []
+    return [path for path in checkpoints.iterdir() if path.is_dir() and re.fullmatch(r"step_\d{8,}", path.name)]

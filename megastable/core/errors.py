@@ -1,0 +1,9 @@
+"""The error that is the user's to mend."""
+
+
+class UserError(Exception):
+    """A mistake in a file, key, value, path or layout.
+
+    Its text is one readable message that names what is wrong and what is legal. Entry points print it without
+    a traceback and exit with code 2.
+    """

@@ -1,0 +1,42 @@
+"""Standard deviations of freshly drawn weights, by width and depth.
+
+0.02 was right for GPT-2's widths and broke a 104B model; the formulas below shrink with the width. To add a scheme:
+a function of ``(hidden_size, fixed_std)`` and a line in ``INIT_SCHEMES``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+
+def fixed(hidden_size: int, fixed_std: float | None) -> float:
+    """The given number, whatever the width."""
+    if fixed_std is None:
+        raise ValueError("the scheme 'fixed' needs a std")
+    return fixed_std
+
+
+def transformers_without_tears(hidden_size: int, fixed_std: float | None) -> float:
+    """sqrt(2 / (5 * hidden)), SmallInit of Nguyen and Salazar, arXiv 1910.05895, section 2.2."""
+    return math.sqrt(2.0 / (5.0 * hidden_size))
+
+
+def megatron_530b(hidden_size: int, fixed_std: float | None) -> float:
+    """sqrt(1 / (3 * hidden)), Smith et al., arXiv 2201.11990, section 3.2; 0.00482 at 14336 held for BLOOM-176B."""
+    return math.sqrt(1.0 / (3.0 * hidden_size))
+
+
+INIT_SCHEMES: dict[str, Callable[[int, float | None], float]] = {
+    "fixed": fixed,
+    "transformers_without_tears": transformers_without_tears,
+    "megatron_530b": megatron_530b,
+}
+
+
+def residual_output_std(std: float, num_layers: int) -> float:
+    """Std of the two projections that write into the residual stream, std / sqrt(2 * num_layers).
+
+    ``num_layers`` counts the whole model, not one pipeline stage (Radford et al., GPT-2, section 2.3).
+    """
+    return std / math.sqrt(2.0 * num_layers)

@@ -1,0 +1,46 @@
+"""The global batch ramp."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from megastable.config.section import Section
+
+SamplePosition = Annotated[int, Field(ge=0)]
+BatchSize = Annotated[int, Field(ge=1)]
+
+
+class BatchRampupConfig(Section):
+    """How the global batch grows with the samples consumed. Three forms are legal:
+
+    only ``final`` (a constant batch); ``start``, ``increment``, ``final`` and exactly one of ``ramp_samples`` and
+    ``samples_per_increment``; or ``steps`` alone.
+    """
+
+    start: BatchSize | None = Field(default=None, description="Global batch size (samples) of the first step.")
+    increment: BatchSize | None = Field(
+        default=None, description="Samples by which the global batch grows; must divide final - start."
+    )
+    final: BatchSize | None = Field(
+        default=None, description="Global batch size (samples) at the end of the ramp; alone: of every step."
+    )
+    ramp_samples: BatchSize | None = Field(
+        default=None,
+        description="Samples that the WHOLE ramp takes, over all increments together (Megatron-LM's third number of "
+        "--rampup-batch-size). BLOOM-176B: 9765625.",
+    )
+    samples_per_increment: BatchSize | None = Field(
+        default=None, description="Samples between two increments; the whole ramp takes this times the increments."
+    )
+    steps: tuple[tuple[SamplePosition, BatchSize], ...] | None = Field(
+        default=None,
+        json_schema_extra={"minItems": 1},
+        description="The ramp as a list of [from_sample, global_batch_size]; the first from_sample is 0.",
+    )
+    micro_batch_size_steps: tuple[tuple[BatchSize, BatchSize], ...] = Field(
+        default=(),
+        description="List of [from_global_batch_size, micro_batch_size]; below the first entry "
+        "train_micro_batch_size_per_gpu holds. BLOOM-176B: [[784, 2]].",
+    )

@@ -1,0 +1,84 @@
+"""What the model reads: the documents, the tokenizer and the split."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megastable.config.section import Section
+
+NonEmpty = Annotated[str, Field(min_length=1)]
+
+NUM_BYTES = 256
+SMALLEST_BYTE_VOCAB = NUM_BYTES + 1
+"""Every byte and the end-of-document token."""
+
+
+class StdlibSourceConfig(Section):
+    """The source code of Python's standard library, which every machine has: for trying things out."""
+
+    type: Literal["stdlib"] = Field(description="Python's standard library.")
+
+
+class TextSourceConfig(Section):
+    """Plain text files, one document each."""
+
+    type: Literal["text"] = Field(description="Plain text files.")
+    path: NonEmpty = Field(description="A file, a folder (read recursively) or a glob pattern.")
+
+
+class HfSourceConfig(Section):
+    """A Hugging Face dataset, one document a row."""
+
+    type: Literal["hf"] = Field(description="A Hugging Face dataset.")
+    path: NonEmpty = Field(description="A folder written by save_to_disk, or a dataset's name.")
+    name: str | None = Field(default=None, description="Configuration of the dataset, where it has several.")
+    split: NonEmpty = Field(default="train", description="Split to read.")
+    text_column: NonEmpty = Field(default="text", description="Column that holds the text.")
+
+
+class BpeTokenizerConfig(Section):
+    """A byte-level BPE that is trained on the training documents."""
+
+    type: Literal["bpe"] = Field(description="Byte-level BPE, trained on the training documents.")
+    vocab_size: int | None = Field(
+        default=None,
+        ge=SMALLEST_BYTE_VOCAB,
+        description="Tokens to learn, with the 256 bytes and the end-of-document token. null: model.vocab_size.",
+    )
+
+
+class BytesTokenizerConfig(Section):
+    """One token a byte (ids 0 to 255) and the end-of-document token 256."""
+
+    type: Literal["bytes"] = Field(description="One token a byte.")
+
+
+class TransformersTokenizerConfig(Section):
+    """A tokenizer that transformers.AutoTokenizer loads."""
+
+    type: Literal["transformers"] = Field(description="A tokenizer of the transformers package.")
+    path: NonEmpty = Field(description="Folder of the tokenizer, or its name on the hub.")
+
+
+SourceConfig = Annotated[StdlibSourceConfig | TextSourceConfig | HfSourceConfig, Field(discriminator="type")]
+TokenizerConfig = Annotated[
+    BpeTokenizerConfig | BytesTokenizerConfig | TransformersTokenizerConfig, Field(discriminator="type")
+]
+
+
+class DataConfig(Section):
+    """What the model reads."""
+
+    source: SourceConfig = Field(description="Where the documents come from; its type decides its other keys.")
+    tokenizer: TokenizerConfig = Field(
+        default_factory=lambda: BpeTokenizerConfig(type="bpe"),
+        description="How text becomes token ids; its type decides its other keys. Default: bpe.",
+    )
+    validation_fraction: float = Field(
+        default=0.02, ge=0, lt=1, description="Share of the documents that is kept for validation."
+    )
+    cache_dir: NonEmpty | None = Field(
+        default=None, description="Folder for tokenised corpora. null: ~/.cache/megastable."
+    )

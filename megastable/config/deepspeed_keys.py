@@ -1,0 +1,147 @@
+"""DeepSpeed's own sections of a run file, with DeepSpeed's names and meanings.
+
+Only keys that the pipeline engine honours are here; ``refused_keys.py`` says why the others are not.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megastable.config.section import Section
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class AdamParams(Section):
+    """Settings of Adam and AdamW."""
+
+    lr: float = Field(
+        gt=0, description="Highest learning rate, reached at the end of the warmup; see megastable.lr_schedule."
+    )
+    betas: tuple[Beta, Beta] = Field(
+        default=(0.9, 0.95), description="Decay rates of the running means of the gradient and of its square."
+    )
+    eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="Decay of the matrices; biases and norms are not decayed."
+    )
+    adam_w_mode: bool = Field(
+        default=True,
+        description="Only for type Adam: true decouples the weight decay (AdamW), false adds it to the gradient "
+        "(L2). As in DeepSpeed, Adam without this key is AdamW.",
+    )
+    fused: bool = Field(default=True, description="Use torch's fused Adam kernel where the device has one.")
+
+
+class OptimizerConfig(Section):
+    """The optimizer."""
+
+    type: Literal["AdamW", "Adam"] = Field(description="AdamW, or Adam (see params.adam_w_mode).")
+    params: AdamParams = Field(description="Settings of the optimizer.")
+
+
+class Fp16Config(Section):
+    """float16 training with loss scaling. Neither this nor bf16 enabled means float32."""
+
+    enabled: bool = Field(default=False, description="Train in float16 with float32 master weights.")
+    loss_scale: float = Field(default=0.0, ge=0, description="A fixed loss scale; 0 means a dynamic one.")
+    initial_scale_power: int = Field(
+        default=16, ge=0, le=127, description="The dynamic loss scale starts at 2 to this power."
+    )
+    loss_scale_window: int = Field(
+        default=1000, ge=1, description="Steps without overflow after which the dynamic loss scale doubles."
+    )
+    hysteresis: int = Field(
+        default=2, ge=1, description="Overflowed steps that are tolerated before the dynamic loss scale halves."
+    )
+    consecutive_hysteresis: bool = Field(
+        default=False, description="Refill the hysteresis after every step without overflow."
+    )
+    min_loss_scale: int = Field(default=1, ge=1, description="The dynamic loss scale never falls below this.")
+
+
+class Bf16Config(Section):
+    """bfloat16 training. Neither this nor fp16 enabled means float32."""
+
+    enabled: bool = Field(default=False, description="Train in bfloat16 with float32 master weights.")
+    immediate_grad_update: bool = Field(
+        default=True,
+        description="With float32 accumulation, add each gradient as soon as its backward made it "
+        "instead of after the whole micro-batch; saves memory.",
+    )
+
+
+class DataTypesConfig(Section):
+    """Number formats beside the weights' own."""
+
+    grad_accum_dtype: Dtype | None = Field(
+        default=None,
+        description="Format in which gradients of micro-batches are summed; null is the format of the weights. "
+        "fp32 is advised for bf16.",
+    )
+
+
+class ZeroConfig(Section):
+    """ZeRO: the optimizer state is spread over the data-parallel replicas."""
+
+    stage: int = Field(default=1, ge=1, le=1, description="Only 1 works under the pipeline engine, in every precision.")
+    reduce_bucket_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Gradient elements reduced at once; null leaves the choice to megastable. "
+        "The pipeline engine allocates two buffers of this size.",
+    )
+    allgather_bucket_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Weight elements gathered at once after a step; null leaves the choice to megastable.",
+    )
+    round_robin_gradients: bool = Field(
+        default=False, description="Spread the gradients' copies to the replicas more evenly."
+    )
+
+
+class TensorboardConfig(Section):
+    """DeepSpeed's TensorBoard monitor."""
+
+    enabled: bool = Field(default=False, description="Write TensorBoard event files.")
+    output_path: str = Field(default="", description="Folder of the event files; empty is DeepSpeed's default.")
+    job_name: str = Field(default="DeepSpeedJobName", description="Subfolder of output_path for this run.")
+
+
+class WandbConfig(Section):
+    """DeepSpeed's Weights & Biases monitor."""
+
+    enabled: bool = Field(default=False, description="Log to Weights & Biases.")
+    group: str | None = Field(default=None, description="Group of runs that this one belongs to.")
+    team: str | None = Field(default=None, description="Team (entity) that owns the run.")
+    project: str = Field(default="deepspeed", description="Project that the run belongs to.")
+
+
+class CometConfig(Section):
+    """DeepSpeed's Comet monitor."""
+
+    enabled: bool = Field(default=False, description="Log to Comet.")
+    samples_log_interval: int = Field(default=100, ge=1, description="Samples between two logged points.")
+    project: str | None = Field(default=None, description="Project; null takes Comet's own configuration.")
+    workspace: str | None = Field(default=None, description="Workspace; null takes Comet's own configuration.")
+    api_key: str | None = Field(
+        default=None, repr=False, description="API key; better left null and given as COMET_API_KEY."
+    )
+    experiment_name: str | None = Field(default=None, description="Name of the experiment.")
+    experiment_key: str | None = Field(default=None, description="Key of the experiment, 32 to 50 characters.")
+    online: bool | None = Field(default=None, description="False stores the experiment locally.")
+    mode: Literal["get", "create", "get_or_create"] | None = Field(
+        default=None, description="Continue an experiment, start a new one, or whichever fits."
+    )
+
+
+class CsvMonitorConfig(Section):
+    """DeepSpeed's CSV monitor."""
+
+    enabled: bool = Field(default=False, description="Write one CSV file for each logged quantity.")
+    output_path: str = Field(default="", description="Folder of the CSV files; empty is DeepSpeed's default.")
+    job_name: str = Field(default="DeepSpeedJobName", description="Subfolder of output_path for this run.")

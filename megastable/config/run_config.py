@@ -1,0 +1,85 @@
+"""A whole run file as one frozen object."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from megastable.config.batch_rampup import BatchRampupConfig
+from megastable.config.data import DataConfig
+from megastable.config.deepspeed_keys import (
+    Bf16Config,
+    CometConfig,
+    CsvMonitorConfig,
+    DataTypesConfig,
+    Dtype,
+    Fp16Config,
+    OptimizerConfig,
+    TensorboardConfig,
+    WandbConfig,
+    ZeroConfig,
+)
+from megastable.config.lr_schedule import LrScheduleConfig
+from megastable.config.model import ModelConfig
+from megastable.config.section import Section
+from megastable.config.sections import (
+    CheckpointConfig,
+    InitConfig,
+    LoggingConfig,
+    PipelineConfig,
+    TrainingConfig,
+)
+
+
+class MegastableConfig(Section):
+    """Everything that DeepSpeed has no key for."""
+
+    model: ModelConfig = Field(description="The model's shape and parts.")
+    pipeline: PipelineConfig = Field(
+        default_factory=PipelineConfig, description="How the layers are spread over pipeline stages."
+    )
+    batch_rampup: BatchRampupConfig = Field(description="How the global batch grows with the samples consumed.")
+    lr_schedule: LrScheduleConfig = Field(
+        default_factory=LrScheduleConfig, description="How the learning rate moves with the samples consumed."
+    )
+    init: InitConfig = Field(default_factory=InitConfig, description="Standard deviation of fresh weights.")
+    data: DataConfig = Field(description="What the model reads.")
+    training: TrainingConfig = Field(description="How long to train, and how to evaluate.")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="When to save.")
+    logging: LoggingConfig = Field(default_factory=LoggingConfig, description="What is printed.")
+
+
+class RunConfig(Section):
+    """One run: DeepSpeed's own keys, plus the section "megastable"."""
+
+    schema_reference: str | None = Field(
+        default=None, alias="$schema", description="Path of this JSON Schema, for editors; not read."
+    )
+    train_micro_batch_size_per_gpu: int = Field(
+        default=1,
+        ge=1,
+        description="Samples of one micro-batch; megastable.batch_rampup.micro_batch_size_steps may raise it later.",
+    )
+    gradient_clipping: float = Field(
+        default=1.0, ge=0, description="Gradients are scaled down to this global norm; 0 means no clipping."
+    )
+    communication_data_type: Dtype | None = Field(
+        default=None,
+        description="Format in which gradients travel between replicas; null: fp32 where they are accumulated in fp32, "
+        "else the format of the weights.",
+    )
+    optimizer: OptimizerConfig = Field(description="The optimizer.")
+    fp16: Fp16Config = Field(default_factory=Fp16Config, description="float16 training with loss scaling.")
+    bf16: Bf16Config = Field(default_factory=Bf16Config, description="bfloat16 training.")
+    data_types: DataTypesConfig = Field(
+        default_factory=DataTypesConfig, description="Number formats beside the weights' own."
+    )
+    zero_optimization: ZeroConfig = Field(
+        default_factory=ZeroConfig, description="Spreading the optimizer state over replicas."
+    )
+    tensorboard: TensorboardConfig = Field(
+        default_factory=TensorboardConfig, description="DeepSpeed's TensorBoard monitor."
+    )
+    wandb: WandbConfig = Field(default_factory=WandbConfig, description="DeepSpeed's Weights & Biases monitor.")
+    comet: CometConfig = Field(default_factory=CometConfig, description="DeepSpeed's Comet monitor.")
+    csv_monitor: CsvMonitorConfig = Field(default_factory=CsvMonitorConfig, description="DeepSpeed's CSV monitor.")
+    megastable: MegastableConfig = Field(description="Everything that DeepSpeed has no key for.")

@@ -1,0 +1,67 @@
+"""Loading a run file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megastable.config.checking import check
+from megastable.config.faults import NO_VALUE, ConfigError, Fault
+from megastable.config.json_text import parse_json
+from megastable.config.overrides import apply_overrides
+from megastable.config.run_config import RunConfig
+
+
+def load_run_file(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read and check a run file.
+
+    Args:
+        path: a JSON file with DeepSpeed's keys and a section "megastable".
+        overrides: ``path.to.key=value`` each; the path is the file's own, the value JSON or a bare string.
+
+    Raises:
+        ConfigError: the file cannot be read, is not JSON, or holds faults; all of them are listed.
+    """
+    source = str(path)
+    raw, faults = _read(Path(path))
+    if not isinstance(raw, dict):
+        raise ConfigError(source, [Fault("", NO_VALUE, "the file must hold a JSON object: {...}")])
+    return _checked(raw, source, overrides, faults)
+
+
+def run_from_dict(raw: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "run") -> RunConfig:
+    """Check a run that is already parsed, such as a dumped ``RunConfig``; ``raw`` is left as it is.
+
+    Raises:
+        ConfigError: as ``load_run_file``; ``source`` stands in for the file's name.
+    """
+    # A copy through JSON: overrides write into it, and tuples of a Python caller become lists.
+    return _checked(json.loads(json.dumps(raw)), source, overrides, [])
+
+
+def _checked(raw: dict[str, Any], source: str, overrides: Sequence[str], faults: Sequence[Fault]) -> RunConfig:
+    all_faults = [*faults, *apply_overrides(raw, overrides)]
+    run, found = check(raw)
+    all_faults += found
+    if run is None or all_faults:
+        raise ConfigError(source, all_faults)
+    return run
+
+
+def _read(path: Path) -> tuple[Any, list[Fault]]:
+    try:
+        return parse_json(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        message = f"cannot be read: {error.strerror}"
+    except UnicodeDecodeError as error:
+        message = f"is not UTF-8 text (byte {error.start})"
+    except json.JSONDecodeError as error:
+        message = (
+            f"is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg} "
+            "(comments and trailing commas are not JSON)"
+        )
+    except (ValueError, RecursionError) as error:
+        message = f"is not valid JSON: {error}"
+    raise ConfigError(str(path), [Fault("", NO_VALUE, message)])

@@ -1,0 +1,82 @@
+"""The smaller sections of a run file."""
+
+from __future__ import annotations
+
+from pydantic import Field, field_validator
+
+from megastable.config.registered_name import must_be_registered
+from megastable.config.section import Section
+from megastable.core.init_std import INIT_SCHEMES
+
+LARGEST_SEED = 2**32 - 1
+"""NumPy's generators take no larger one."""
+
+
+class PipelineConfig(Section):
+    """How the layers are spread over pipeline stages."""
+
+    num_stages: int = Field(
+        default=1, ge=1, description="Pipeline stages; the data-parallel size is world size / num_stages."
+    )
+    activation_checkpoint_interval: int = Field(
+        default=0,
+        ge=0,
+        description="Recompute activations in the backward pass, in groups of this many layers; 0 keeps them all.",
+    )
+
+
+class InitConfig(Section):
+    """Standard deviation of fresh weights."""
+
+    scheme: str = Field(
+        default="megatron_530b",
+        json_schema_extra={"enum": list(INIT_SCHEMES)},
+        description="megatron_530b: sqrt(1/(3 hidden_size)); transformers_without_tears: sqrt(2/(5 hidden_size)); "
+        "fixed: std.",
+    )
+    std: float | None = Field(
+        default=None, gt=0, description="Standard deviation; needed by, and only legal with, the scheme fixed."
+    )
+    residual_scaling: bool = Field(
+        default=True,
+        description="Divide the std of projections that write into the residual stream by sqrt(2 num_layers).",
+    )
+
+    @field_validator("scheme")
+    @classmethod
+    def _registered(cls, name: str) -> str:
+        return must_be_registered(name, INIT_SCHEMES)
+
+
+class TrainingConfig(Section):
+    """How long to train, and how to evaluate."""
+
+    total_samples: int | None = Field(default=None, ge=1, description="Samples of the whole run; or give total_steps.")
+    total_steps: int | None = Field(
+        default=None, ge=1, description="Optimizer steps of the whole run; or give total_samples."
+    )
+    seed: int = Field(
+        default=1234, ge=0, le=LARGEST_SEED, description="Seed of the weights, the dropout and the data order."
+    )
+    eval_interval: int = Field(default=0, ge=0, description="Steps between two evaluations; 0 means never.")
+    eval_samples: int = Field(default=256, ge=1, description="Most validation samples of one evaluation.")
+    world_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Processes that this file is meant for; a launch with another number is refused.",
+    )
+    fp16_on_cpu: bool = Field(
+        default=False, description="Allow fp16 on a CPU, where its arithmetic is slow: for trying things out."
+    )
+
+
+class CheckpointConfig(Section):
+    """When to save."""
+
+    save_interval: int = Field(default=0, ge=0, description="Steps between two checkpoints; 0 means never.")
+
+
+class LoggingConfig(Section):
+    """What is printed."""
+
+    interval: int = Field(default=10, ge=1, description="Steps between two printed lines.")

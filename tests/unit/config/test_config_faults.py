@@ -1,0 +1,157 @@
+"""A file with faults: all of them at once, each with its path, its value and what is legal."""
+
+import copy
+import pickle
+import random
+from pathlib import Path
+
+import pytest
+from config_examples import FULL, MINIMAL, faults_of, key_paths, value_at, with_value, written
+
+from megastable.config import ConfigError, load_run_file, run_from_dict
+from megastable.core.errors import UserError
+
+
+def error_text(path: Path, overrides: tuple[str, ...] = ()) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_run_file(path, overrides)
+    return str(caught.value)
+
+
+def test_all_faults_are_listed_at_once(tmp_path: Path):
+    raw = with_value(MINIMAL, "train_batch_size", 2048)
+    raw = with_value(raw, "optimizer.params.lr", "1e-3")
+    raw = with_value(raw, "megastable.model.hiden_size", 128)
+    raw = with_value(raw, "megastable.training.eval_samples", 0)
+    raw = with_value(raw, "megastable.pipeline.num_stages", 5)
+    path = written(tmp_path, raw)
+    assert error_text(path).splitlines() == [
+        f"{path}: 5 faults",
+        "  megastable.model.hiden_size = 128: unknown key; did you mean hidden_size?",
+        "  train_batch_size = 2048: refused: the ramp decides it for every step; write megastable.batch_rampup.final",
+        '  optimizer.params.lr = "1e-3": must be a number, without quotes',
+        "  megastable.training.eval_samples = 0: must be greater than or equal to 1",
+        "  megastable.pipeline.num_stages = 5: must be at most megastable.model.num_layers (4): "
+        "every stage needs a layer of its own",
+    ]
+
+
+def test_the_error_is_a_user_error_and_can_travel_between_processes():
+    with pytest.raises(UserError) as caught:
+        run_from_dict(MINIMAL, ["megastable.model.dropout=1"])
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    assert caught.value.faults
+
+
+@pytest.mark.parametrize("path", list(key_paths(FULL)))
+def test_a_typo_at_any_depth_names_the_nearest_key(path: str):
+    *parents, key = path.split(".")
+    wrong = typo(key, siblings=set(value_at(FULL, ".".join(parents))) if parents else set(FULL))
+    raw = copy.deepcopy(FULL)
+    section = value_at(raw, ".".join(parents)) if parents else raw
+    section[wrong] = section.pop(key)
+    (fault,) = faults_of(raw)
+    if key == "type" and parents[-1] in {"source", "tokenizer"}:
+        # Without its type, the section's other keys cannot be judged either.
+        assert fault.path == ".".join(parents)
+        assert f'did you mean "type" by "{wrong}"?' in fault.message
+    else:
+        assert fault.path == ".".join([*parents, wrong])
+        assert fault.message == f"unknown key; did you mean {key}?"
+
+
+def typo(key: str, siblings: set[str]) -> str:
+    """The key with two neighbours swapped or, where that gives another key, a letter doubled."""
+    rng = random.Random(key)
+    places = [index for index in range(len(key) - 1) if key[index] != key[index + 1]]
+    index = rng.choice(places)
+    swapped = key[:index] + key[index + 1] + key[index] + key[index + 2 :]
+    return swapped if swapped not in siblings and len(key) > 4 else key + key[-1]
+
+
+def test_a_typo_does_not_hide_the_value_and_is_shown_as_written():
+    faults = faults_of(MINIMAL, ["megastable.training.eval_sample=0"])
+    assert [fault.path for fault in faults] == ["megastable.training.eval_sample"] * 2
+
+
+def test_a_key_in_the_wrong_section_is_told_where_it_belongs():
+    (fault,) = faults_of(with_value(MINIMAL, "num_layers", 4))
+    assert fault.message == "unknown key here; did you mean megastable.model.num_layers?"
+
+
+def test_a_key_like_no_other_is_told_what_is_legal():
+    (fault,) = faults_of(with_value(MINIMAL, "megastable.checkpoint.zzz", 4))
+    assert fault.message == "unknown key; legal keys here are save_interval"
+
+
+def test_unknown_keys_of_a_typed_section_are_told_that_types_keys():
+    source = {"type": "hf", "path": "x", "text_colum": "y"}
+    (fault,) = faults_of(with_value(MINIMAL, "megastable.data.source", source))
+    assert (fault.path, fault.message) == (
+        "megastable.data.source.text_colum",
+        "unknown key; did you mean text_column?",
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "legal"),
+    [
+        ("train_micro_batch_size_per_gpu", True, "whole number"),
+        ("train_micro_batch_size_per_gpu", "3", "whole number"),
+        ("train_micro_batch_size_per_gpu", 0, "greater than or equal to 1"),
+        ("zero_optimization.reduce_bucket_size", 5e8, "write 500000000"),
+        ("gradient_clipping", True, "number"),
+        ("gradient_clipping", "1.0", "number"),
+        ("gradient_clipping", -1, "greater than or equal to 0"),
+        ("gradient_clipping", float("nan"), "finite"),
+        ("optimizer.params.lr", 0, "greater than 0"),
+        ("optimizer.params.lr", float("inf"), "finite"),
+        ("optimizer.params.betas", [0.9, 1.0], "less than 1"),
+        ("optimizer.params.betas", [0.9], "too short"),
+        ("optimizer.params.betas", [0.9, 0.9, 0.9], "at most 2 entries"),
+        ("optimizer.params.betas", 0.9, "list"),
+        ("optimizer.type", "adamw", "'AdamW' or 'Adam'"),
+        ("fp16", None, "section"),
+        ("fp16.enabled", 1, "true or false"),
+        ("fp16.enabled", "true", "true or false"),
+        ("communication_data_type", "float32", "'fp32', 'bf16' or 'fp16'"),
+        ("megastable", [], "section"),
+        ("megastable.model.norm", "layer_norm", "'layernorm' or 'rmsnorm'"),
+        ("megastable.lr_schedule.type", "exponential", "'constant', 'cosine', 'linear'"),
+        ("megastable.init.scheme", "normal", "'megatron_530b'"),
+        ("megastable.lr_schedule.warmup", 0.05, "whole number of samples"),
+        ("megastable.lr_schedule.warmup", -1, "whole number of samples"),
+        ("megastable.lr_schedule.warmup", True, "whole number of samples"),
+        ("megastable.lr_schedule.warmup", {}, "exactly one"),
+        ("megastable.lr_schedule.warmup", {"samples": 1, "tokens": 2}, "exactly one"),
+        ("megastable.lr_schedule.warmup.fraction", 1.5, "less than or equal to 1"),
+        ("megastable.batch_rampup.steps", [[0, 0]], "greater than or equal to 1"),
+        ("megastable.data.source", {"type": "web"}, '"stdlib" or "text" or "hf"'),
+        ("megastable.data.source", {"path": "x"}, '"stdlib" or "text" or "hf"'),
+        ("megastable.data.source", {"type": "text"}, "is required: A file, a folder"),
+        ("megastable.training.seed", 2**32, "less than or equal to 4294967295"),
+    ],
+)
+def test_value_fault_says_what_is_legal(path: str, value: object, legal: str):
+    (fault,) = faults_of(with_value(MINIMAL, path, value))
+    assert fault.path.startswith(path)
+    assert legal in fault.message
+
+
+@pytest.mark.parametrize("path", [path for path in key_paths(MINIMAL) if path != "megastable.training.total_samples"])
+def test_a_missing_key_is_named(path: str):
+    raw = copy.deepcopy(MINIMAL)
+    *parents, key = path.split(".")
+    section = value_at(raw, ".".join(parents)) if parents else raw
+    del section[key]
+    if path == "megastable.batch_rampup.final":
+        path = "megastable.batch_rampup"
+    if path == "megastable.data.source.type":
+        path = "megastable.data.source"
+    (fault,) = faults_of(raw)
+    assert fault.path == path
+
+
+def test_long_values_are_cut():
+    (fault,) = faults_of(with_value(MINIMAL, "gradient_clipping", "x" * 1000))
+    assert len(str(fault)) < 200

@@ -1,0 +1,258 @@
+"""Every rule between keys fires where it should and stays silent next to that."""
+
+from dataclasses import dataclass
+
+import pytest
+from config_examples import MINIMAL, faults_of
+
+from megastable.config.rules import RULES
+
+
+@dataclass(frozen=True)
+class Case:
+    """Overrides of the minimal run that break one rule, the path that it names, and overrides that just do not."""
+
+    rule: str
+    broken: tuple[str, ...]
+    path: str
+    legal: tuple[str, ...]
+
+
+M = "megastable"
+LINEAR = '"start": 8, "increment": 8, "final": 32'
+CASES = (
+    Case(
+        "heads_divide_hidden_size",
+        (f"{M}.model.hidden_size=130",),
+        f"{M}.model.hidden_size",
+        (f"{M}.model.hidden_size=136",),
+    ),
+    Case(
+        "kv_heads_divide_heads",
+        (f"{M}.model.num_key_value_heads=3",),
+        f"{M}.model.num_key_value_heads",
+        (f"{M}.model.num_key_value_heads=2",),
+    ),
+    Case(
+        "rotary_needs_even_head_dim",
+        (f"{M}.model.hidden_size=20",),
+        f"{M}.model.position_embedding",
+        (f"{M}.model.hidden_size=20", f"{M}.model.position_embedding=alibi"),
+    ),
+    Case(
+        "every_stage_has_a_layer",
+        (f"{M}.pipeline.num_stages=5",),
+        f"{M}.pipeline.num_stages",
+        (f"{M}.pipeline.num_stages=4",),
+    ),
+    Case(
+        "world_size_holds_whole_replicas",
+        (f"{M}.pipeline.num_stages=2", f"{M}.training.world_size=3"),
+        f"{M}.training.world_size",
+        (f"{M}.pipeline.num_stages=2", f"{M}.training.world_size=4"),
+    ),
+    Case(
+        "std_belongs_to_fixed",
+        (f"{M}.init.scheme=fixed",),
+        f"{M}.init.std",
+        (f"{M}.init.scheme=fixed", f"{M}.init.std=0.02"),
+    ),
+    Case("std_belongs_to_fixed", (f"{M}.init.std=0.02",), f"{M}.init.std", (f"{M}.init.std=null",)),
+    Case(
+        "bpe_fits_the_model",
+        (f'{M}.data.tokenizer={{"type": "bpe", "vocab_size": 1025}}',),
+        f"{M}.data.tokenizer.vocab_size",
+        (f'{M}.data.tokenizer={{"type": "bpe", "vocab_size": 1024}}',),
+    ),
+    Case("bpe_fits_the_model", (f"{M}.model.vocab_size=256",), f"{M}.model.vocab_size", (f"{M}.model.vocab_size=257",)),
+    Case(
+        "bytes_fit_the_model",
+        (f"{M}.data.tokenizer.type=bytes", f"{M}.model.vocab_size=256"),
+        f"{M}.model.vocab_size",
+        (f"{M}.data.tokenizer.type=bytes", f"{M}.model.vocab_size=257"),
+    ),
+    Case(
+        "evaluation_needs_validation_data",
+        (f"{M}.training.eval_interval=1", f"{M}.data.validation_fraction=0"),
+        f"{M}.training.eval_interval",
+        (f"{M}.data.validation_fraction=0",),
+    ),
+    Case("ramp_has_one_form", (f"{M}.batch_rampup={{}}",), f"{M}.batch_rampup", (f"{M}.batch_rampup.final=7",)),
+    Case(
+        "ramp_has_one_form",
+        (f"{M}.batch_rampup.start=8",),
+        f"{M}.batch_rampup",
+        (f'{M}.batch_rampup={{"steps": [[0, 8]]}}',),
+    ),
+    Case(
+        "ramp_has_one_form",
+        (f"{M}.batch_rampup.steps=[[0, 8]]",),
+        f"{M}.batch_rampup",
+        (f"{M}.batch_rampup.micro_batch_size_steps=[[8, 2]]",),
+    ),
+    Case(
+        "ramp_has_one_form",
+        (f'{M}.batch_rampup={{{LINEAR}, "ramp_samples": 9, "samples_per_increment": 3}}',),
+        f"{M}.batch_rampup",
+        (f'{M}.batch_rampup={{{LINEAR}, "samples_per_increment": 3}}',),
+    ),
+    Case(
+        "ramp_has_one_form",
+        (f"{M}.batch_rampup={{{LINEAR}}}",),
+        f"{M}.batch_rampup",
+        (f'{M}.batch_rampup={{{LINEAR}, "ramp_samples": 9}}',),
+    ),
+    Case(
+        "ramp_reaches_final",
+        (f'{M}.batch_rampup={{"start": 8, "increment": 10, "final": 32, "ramp_samples": 9}}',),
+        f"{M}.batch_rampup.final",
+        (f'{M}.batch_rampup={{"start": 8, "increment": 24, "final": 32, "ramp_samples": 9}}',),
+    ),
+    Case(
+        "ramp_reaches_final",
+        (f'{M}.batch_rampup={{"start": 32, "increment": 8, "final": 32, "ramp_samples": 9}}',),
+        f"{M}.batch_rampup.start",
+        (f'{M}.batch_rampup={{"start": 24, "increment": 8, "final": 32, "ramp_samples": 9}}',),
+    ),
+    Case(
+        "ramp_steps_rise",
+        (f'{M}.batch_rampup={{"steps": []}}',),
+        f"{M}.batch_rampup.steps",
+        (f'{M}.batch_rampup={{"steps": [[0, 8]]}}',),
+    ),
+    Case(
+        "ramp_steps_rise",
+        (f'{M}.batch_rampup={{"steps": [[1, 8]]}}',),
+        f"{M}.batch_rampup.steps[0]",
+        (f'{M}.batch_rampup={{"steps": [[0, 8], [10, 8], [11, 9]]}}',),
+    ),
+    Case(
+        "ramp_steps_rise",
+        (f'{M}.batch_rampup={{"steps": [[0, 8], [10, 9], [10, 10]]}}',),
+        f"{M}.batch_rampup.steps[2]",
+        (f'{M}.batch_rampup={{"steps": [[0, 8], [10, 9], [11, 10]]}}',),
+    ),
+    Case(
+        "ramp_steps_rise",
+        (f'{M}.batch_rampup={{"steps": [[0, 8], [10, 7]]}}',),
+        f"{M}.batch_rampup.steps[1]",
+        (f'{M}.batch_rampup={{"steps": [[0, 8], [10, 8]]}}',),
+    ),
+    Case(
+        "micro_batch_steps_rise",
+        (f"{M}.batch_rampup.micro_batch_size_steps=[[16, 2], [16, 4]]",),
+        f"{M}.batch_rampup.micro_batch_size_steps[1]",
+        (f"{M}.batch_rampup.micro_batch_size_steps=[[16, 2], [17, 1]]",),
+    ),
+    Case(
+        "one_run_length",
+        (f"{M}.training.total_steps=3",),
+        f"{M}.training",
+        (f"{M}.training.total_steps=3", f"{M}.training.total_samples=null"),
+    ),
+    Case("one_run_length", (f"{M}.training.total_samples=null",), f"{M}.training", (f"{M}.training.total_samples=1",)),
+    Case(
+        "one_number_format",
+        ("fp16.enabled=true", "bf16.enabled=true"),
+        "bf16.enabled",
+        ("fp16.enabled=true", "bf16.enabled=false"),
+    ),
+    Case(
+        "accumulation_fits_the_format",
+        ("data_types.grad_accum_dtype=bf16",),
+        "data_types.grad_accum_dtype",
+        ("data_types.grad_accum_dtype=fp32",),
+    ),
+    Case(
+        "accumulation_fits_the_format",
+        ("bf16.enabled=true", "data_types.grad_accum_dtype=fp16"),
+        "data_types.grad_accum_dtype",
+        ("bf16.enabled=true", "data_types.grad_accum_dtype=bf16"),
+    ),
+    Case(
+        "accumulation_fits_the_format",
+        ("fp16.enabled=true", "data_types.grad_accum_dtype=bf16"),
+        "data_types.grad_accum_dtype",
+        ("fp16.enabled=true", "data_types.grad_accum_dtype=fp32"),
+    ),
+    Case(
+        "loss_scale_starts_above_minimum",
+        ("fp16.enabled=true", "fp16.initial_scale_power=3", "fp16.min_loss_scale=9"),
+        "fp16.initial_scale_power",
+        ("fp16.enabled=true", "fp16.initial_scale_power=3", "fp16.min_loss_scale=8"),
+    ),
+    Case(
+        "adamw_decouples_weight_decay",
+        ("optimizer.params.adam_w_mode=false",),
+        "optimizer.params.adam_w_mode",
+        ("optimizer.params.adam_w_mode=false", "optimizer.type=Adam"),
+    ),
+    Case(
+        "min_lr_is_not_above_lr",
+        (f"{M}.lr_schedule.min_lr=0.0011",),
+        f"{M}.lr_schedule.min_lr",
+        (f"{M}.lr_schedule.min_lr=0.001",),
+    ),
+    Case(
+        "warmup_ends_before_decay",
+        (f'{M}.lr_schedule.decay={{"fraction": 0.04}}',),
+        f"{M}.lr_schedule.warmup",
+        (f'{M}.lr_schedule.decay={{"fraction": 0.05}}',),
+    ),
+    Case(
+        "warmup_ends_before_decay",
+        (f"{M}.lr_schedule.decay=49",),
+        f"{M}.lr_schedule.warmup",
+        (f"{M}.lr_schedule.decay=50",),
+    ),
+    Case(
+        "warmup_ends_before_decay",
+        (
+            f"{M}.training.total_samples=null",
+            f"{M}.training.total_steps=9",
+            f"{M}.lr_schedule.warmup=11",
+            f'{M}.lr_schedule.decay={{"tokens": 640}}',
+        ),
+        f"{M}.lr_schedule.warmup",
+        # How many samples a run of 9 steps has is only known once the ramp is expanded, so a share is not compared.
+        (
+            f"{M}.training.total_samples=null",
+            f"{M}.training.total_steps=9",
+            f"{M}.lr_schedule.warmup=11",
+            f'{M}.lr_schedule.decay={{"fraction": 0.01}}',
+        ),
+    ),
+)
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
+
+
+def test_every_rule_has_a_case():
+    assert {rule.__name__ for rule in RULES} == {case.rule for case in CASES}
+
+
+def test_rules_are_documented():
+    assert all(rule.__doc__ for rule in RULES)
+
+
+@each_case
+def test_broken_rule_is_the_only_fault(case: Case):
+    (fault,) = faults_of(MINIMAL, case.broken)
+    assert fault.path == case.path
+    assert fault.message
+
+
+@each_case
+def test_near_miss_is_legal(case: Case):
+    assert faults_of(MINIMAL, case.legal) == ()
+
+
+@each_case
+def test_a_fault_in_another_section_does_not_hide_the_rule(case: Case):
+    faults = faults_of(MINIMAL, (*case.broken, "megastable.logging.interval=0", "wandb.enable=true"))
+    assert {fault.path for fault in faults} == {case.path, "megastable.logging.interval", "wandb.enable"}
+
+
+def test_unfit_ramp_names_the_legal_neighbours():
+    ramp = '{"start": 192, "increment": 16, "final": 2050, "ramp_samples": 9765625}'
+    (fault,) = faults_of(MINIMAL, (f"{M}.batch_rampup={ramp}",))
+    assert "2048 or 2064" in fault.message

@@ -1,0 +1,64 @@
+"""The GPT as a flat list of layers, from token ids to logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from megastable.config import RunConfig
+from megastable.model.block import TransformerBlock
+from megastable.model.ends import EmbeddingFinish, FinalNorm, OutputHead, VocabularyEmbedding, tied_logits
+from megastable.model.initialise import draw_weights
+from megastable.model.positions import AttentionBias, RotaryTable
+
+LAYERS_BEFORE_BLOCKS = 2  # lookup, embedding finish
+LAYERS_AFTER_BLOCKS = 2  # final norm, head
+EMBEDDING_KEY = "embedding"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One entry of the flat list; nothing is allocated until ``build``."""
+
+    module_class: type[nn.Module]
+    arguments: tuple[Any, ...]
+    draw_index: int
+    """Global index that seeds the weights; a tied layer has that of the first layer it is tied to."""
+    tied_key: str | None = None
+    """Layers with the same key are one module (one copy a stage)."""
+    forward: Callable[[Any, Tensor], Tensor] | None = None
+    """Replaces the module's own forward."""
+
+    def build(self, run: RunConfig) -> nn.Module:
+        """Allocate the layer and draw its weights."""
+        module = self.module_class(*self.arguments)
+        draw_weights(module, self.draw_index, run)
+        return module
+
+
+def gpt_layers(run: RunConfig) -> list[Layer]:
+    """The model's layers in order.
+
+    A single tensor passes between neighbours: token ids (batch, seq) in, hidden states (batch, seq, hidden) between,
+    logits (batch, seq, padded vocabulary) out.
+    """
+    model = run.megastable.model
+    bias = AttentionBias(model.num_attention_heads if model.position_embedding == "alibi" else None)
+    rotary = RotaryTable(model.head_dim, model.rotary_base) if model.position_embedding == "rotary" else None
+    tied_key = EMBEDDING_KEY if model.tie_embeddings else None
+
+    layers = [
+        Layer(VocabularyEmbedding, (model,), draw_index=0, tied_key=tied_key),
+        Layer(EmbeddingFinish, (model,), draw_index=1),
+    ]
+    for _ in range(model.num_layers):
+        layers.append(Layer(TransformerBlock, (model, bias, rotary), draw_index=len(layers)))
+    layers.append(Layer(FinalNorm, (model,), draw_index=len(layers)))
+    if model.tie_embeddings:
+        layers.append(Layer(VocabularyEmbedding, (model,), draw_index=0, tied_key=tied_key, forward=tied_logits))
+    else:
+        layers.append(Layer(OutputHead, (model,), draw_index=len(layers)))
+    return layers

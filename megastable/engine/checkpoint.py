@@ -1,0 +1,62 @@
+"""Writing and reading checkpoints of the pipeline engine, so that a broken write never looks like a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch.distributed
+
+from megastable.core.checkpoint_folder import PARTIAL_SUFFIX, Manifest, file_sizes, folder_name, read_manifest
+from megastable.core.records import TrainingState
+from megastable.engine.random_state import load_random_state, save_random_state
+from megastable.engine.training_engine import TrainingEngine
+
+RECORDED_PACKAGES = ("megastable", "torch", "deepspeed")
+
+
+def save_checkpoint(engine: TrainingEngine, checkpoints: Path, state: TrainingState, run: dict[str, Any]) -> Path:
+    """Write weights, optimizer, loss scaler, random states and ``state`` below ``checkpoints``; collective.
+
+    The files go to a ``.partial`` folder; once all ranks are done rank 0 writes the manifest and renames it.
+
+    Args:
+        run: the run file as a dictionary, kept in the manifest.
+
+    Returns:
+        The published folder.
+    """
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    final = checkpoints / folder_name(state.step)
+    partial = final.with_name(final.name + PARTIAL_SUFFIX)
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed here
+        partial.mkdir(parents=True)
+    torch.distributed.barrier()
+    engine.deepspeed.save_checkpoint(str(checkpoints), tag=partial.name, save_latest=False)
+    save_random_state(partial, rank)
+    torch.distributed.barrier()
+    if rank == 0:
+        versions = {package: version(package) for package in RECORDED_PACKAGES}
+        Manifest(state.to_dict(), run, world_size, versions, file_sizes(partial)).write(partial)
+        os.replace(partial, final)
+    torch.distributed.barrier()
+    return final
+
+
+def load_checkpoint(engine: TrainingEngine, folder: Path) -> TrainingState:
+    """Read a checkpoint of the same layout into ``engine``; collective. The run file's own settings stay in force.
+
+    Raises:
+        UserError: the checkpoint is not complete.
+    """
+    manifest = read_manifest(folder)
+    path, _ = engine.deepspeed.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=False)
+    if path is None:
+        raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}")
+    engine.configured_optimizer.put_back()
+    load_random_state(folder, torch.distributed.get_rank())
+    return TrainingState.from_dict(manifest.state)

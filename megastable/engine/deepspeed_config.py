@@ -1,0 +1,46 @@
+"""From a run file to the dictionary that DeepSpeed reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megastable.config import RunConfig
+from megastable.core.batch_rampup import Batch
+
+MONITOR_SECTIONS = ("tensorboard", "wandb", "comet", "csv_monitor")
+MONITOR_FOLDERS = ("tensorboard", "csv_monitor")  # those that write files, into the run folder unless told otherwise
+
+
+def deepspeed_config(run: RunConfig, batch: Batch, run_dir: Path, reduce_bucket_size: int) -> dict[str, Any]:
+    """DeepSpeed's own view of the run, for its first ``batch``.
+
+    Optimizer, schedule and ramp are left out: the engine floor builds the first and drives the others itself.
+
+    Args:
+        reduce_bucket_size: elements of the gradient buffer that ZeRO allocates every step, where the file names none.
+            DeepSpeed's own default is 500 million, 2 GB in fp32 even for a tiny model.
+    """
+    config = run.model_dump(mode="json", exclude_none=True)
+    passed = ("gradient_clipping", "fp16", "bf16", "data_types", "communication_data_type", *MONITOR_SECTIONS)
+    result: dict[str, Any] = {key: config[key] for key in passed if key in config}
+    for section in MONITOR_FOLDERS:
+        if section in result:
+            folder = result[section].get("output_path") or str(run_dir / section)
+            result[section]["output_path"] = folder
+    result["train_batch_size"] = batch.global_batch_size
+    result["train_micro_batch_size_per_gpu"] = batch.micro_batch_size
+    result["gradient_accumulation_steps"] = batch.num_microbatches
+    result["zero_optimization"] = {"reduce_bucket_size": reduce_bucket_size, **config["zero_optimization"]}
+    result["pipeline"] = {
+        "activation_checkpoint_interval": run.megastable.pipeline.activation_checkpoint_interval,
+        # The reentrant form loses the gradient of an embedding inside a recomputed segment.
+        "use_reentrant": False,
+        # With tensor ranks these only trade sends for gathers; both have to be off together.
+        "pipe_partitioned": False,
+        "grad_partitioned": False,
+    }
+    if run.data_types.grad_accum_dtype == "fp32":
+        # Otherwise DeepSpeed rounds the fp32 sums to 16 bits on their way between replicas.
+        result.setdefault("communication_data_type", "fp32")
+    return result

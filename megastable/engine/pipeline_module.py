@@ -1,0 +1,70 @@
+"""The flat list of layers as DeepSpeed's PipelineModule, cut into stages by our own bounds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from torch import nn
+
+from megastable.config import RunConfig
+from megastable.core.layout import ParallelLayout, stage_bounds
+from megastable.model.block import TransformerBlock
+from megastable.model.layers import LAYERS_AFTER_BLOCKS, LAYERS_BEFORE_BLOCKS, Layer, gpt_layers
+from megastable.model.loss import token_mean_loss
+
+
+class DrawnLayerSpec(LayerSpec):
+    """A layer that draws its weights by its global index, the same on any layout."""
+
+    def __init__(self, layer: Layer, run: RunConfig) -> None:
+        super().__init__(layer.module_class)
+        self._layer, self._run = layer, run
+
+    def build(self, log: bool = False) -> nn.Module:
+        """Allocate the layer with its weights drawn."""
+        return self._layer.build(self._run)
+
+
+class DrawnTiedLayerSpec(TiedLayerSpec):
+    """The same for a layer whose module is shared under a key."""
+
+    def __init__(self, layer: Layer, run: RunConfig) -> None:
+        super().__init__(layer.tied_key, layer.module_class, forward_fn=layer.forward)
+        self._layer, self._run = layer, run
+
+    def build(self, log: bool = False) -> nn.Module:
+        """Allocate the layer with its weights drawn."""
+        return self._layer.build(self._run)
+
+
+class GptPipeline(PipelineModule):
+    """One rank's stage of the model. ``parts`` holds the stage bounds of the whole model."""
+
+    def __init__(self, run: RunConfig, layout: ParallelLayout) -> None:
+        self._bounds = stage_bounds(
+            run.megastable.model.num_layers, layout.num_stages, LAYERS_BEFORE_BLOCKS, LAYERS_AFTER_BLOCKS
+        )
+        specs = [
+            DrawnTiedLayerSpec(layer, run) if layer.tied_key else DrawnLayerSpec(layer, run)
+            for layer in gpt_layers(run)
+        ]
+        with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):  # it prints its own tables
+            super().__init__(
+                specs,
+                topology=PipeDataParallelTopology(num_pp=layout.num_stages, num_dp=layout.data_parallel_size),
+                loss_fn=token_mean_loss(run.megastable.model.vocab_size),
+                checkpointable_layers=[TransformerBlock.__name__],
+            )
+
+    def _synchronize_tied_weights(self) -> None:
+        with torch.no_grad():  # a broadcast into a parameter is no part of the graph
+            super()._synchronize_tied_weights()
+
+    def _partition_layers(self, method: str = "") -> None:
+        self.parts = self._bounds
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])

@@ -1,0 +1,53 @@
+"""The random generators of one rank: seeding them, and carrying them through a checkpoint."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed.accelerator import get_accelerator
+
+
+def seed_rank(seed: int, stage: int, replica: int) -> None:
+    """Give every (stage, replica) dropout masks of its own. Weights are drawn from streams of their own."""
+    combined = int(np.random.SeedSequence([seed, stage, replica]).generate_state(1, np.uint32)[0])
+    random.seed(combined)
+    np.random.seed(combined)
+    torch.manual_seed(combined)
+    get_accelerator().manual_seed_all(combined)
+
+
+def save_random_state(folder: Path, rank: int) -> None:
+    """Write this rank's generators into the checkpoint ``folder``."""
+    version, words, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state(legacy=True)
+    state = {
+        "python": [version, list(words), gauss],
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "torch": torch.get_rng_state(),
+        "device": None if _on_cpu() else get_accelerator().get_rng_state(),
+    }
+    torch.save(state, _path(folder, rank))
+
+
+def load_random_state(folder: Path, rank: int) -> None:
+    """Set this rank's generators to what ``save_random_state`` wrote."""
+    state: dict[str, Any] = torch.load(_path(folder, rank), weights_only=True)
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["device"] is not None and not _on_cpu():
+        get_accelerator().set_rng_state(state["device"])
+
+
+def _on_cpu() -> bool:
+    return str(get_accelerator().device_name()) == "cpu"
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"random_state_rank_{rank:05d}.pt"

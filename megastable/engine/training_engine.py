@@ -1,0 +1,112 @@
+"""One rank's engine: builds DeepSpeed's pipeline engine for a run, and runs steps and evaluations on it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
+from deepspeed.utils import logger as deepspeed_logger
+from torch import Tensor
+
+from megastable.config import RunConfig
+from megastable.core.batch_rampup import BatchRampup
+from megastable.core.layout import ParallelLayout
+from megastable.core.records import StepResult
+from megastable.engine import upstream_fixes
+from megastable.engine.deepspeed_config import deepspeed_config
+from megastable.engine.optimizer import build_optimizer
+from megastable.engine.pipeline_module import GptPipeline
+from megastable.engine.rampup_hook import BatchRampupHook
+from megastable.engine.random_state import seed_rank
+
+MicroBatch = tuple[Tensor, tuple[Tensor, Tensor]]
+"""Token ids (micro-batch, seq), and labels (micro-batch, seq) with the loss denominator (a scalar)."""
+
+
+class TrainingEngine:
+    """The engine of one rank; its methods are collective, every rank of the run calls them together.
+
+    Attributes:
+        deepspeed: DeepSpeed's own engine.
+        writers: DeepSpeed's TensorBoard, W&B, Comet and CSV writers, silent unless told to write.
+        stage, replica: where this rank stands.
+    """
+
+    def __init__(self, run: RunConfig, layout: ParallelLayout, ramp: BatchRampup, run_dir: Path) -> None:
+        deepspeed_logger.setLevel(logging.WARNING)
+        if run.fp16.enabled and run.megastable.training.fp16_on_cpu:
+            upstream_fixes.allow_fp16_on_cpu()
+        module = GptPipeline(run, layout)
+        num_parameters = sum(parameter.numel() for parameter in module.parameters())
+        engine, optimizer, _, _ = deepspeed.initialize(
+            model=module,
+            optimizer=build_optimizer(module, run),
+            config=deepspeed_config(run, ramp.at(0), run_dir, reduce_bucket_size=num_parameters),
+            dist_init_required=False,
+        )
+        upstream_fixes.grow_loss_scale_after_update(optimizer)
+        upstream_fixes.reduce_tied_gradients_where_they_are(engine)
+        self.deepspeed = engine
+        self.configured_optimizer = upstream_fixes.ConfiguredOptimizer(optimizer)
+        self.rampup_hook = BatchRampupHook(engine, ramp)
+        # DeepSpeed writes some values of its own, under other names and at every evaluated batch; we write them all.
+        self.writers, engine.monitor = engine.monitor, SilentMonitor()
+        self.stage: int = engine.grid.get_stage_id()
+        self.replica: int = engine.grid.get_data_parallel_id()
+        self._scaled = run.fp16.enabled
+        seed_rank(run.megastable.training.seed, self.stage, self.replica)
+
+    @property
+    def stage_parameters(self) -> int:
+        """Number of trainable parameters on this rank's stage."""
+        return sum(parameter.numel() for parameter in self.deepspeed.module.parameters())
+
+    @property
+    def needs_data(self) -> bool:
+        """True on the ranks that read micro-batches: those of the first and the last stage."""
+        return bool(self.deepspeed.is_first_stage() or self.deepspeed.is_last_stage())
+
+    def train_batch(self, micro_batches: Iterator[MicroBatch] | None, learning_rate: float) -> StepResult:
+        """One optimizer step on the batch that the ramp-up hook applied.
+
+        Args:
+            micro_batches: exactly ``num_microbatches`` items on ranks that need data, None elsewhere.
+            learning_rate: of this step.
+        """
+        engine = self.deepspeed
+        for group in engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        loss_scale = float(engine.optimizer.loss_scale) if self._scaled else 1.0
+        get_accelerator().synchronize()
+        started = time.perf_counter()
+        loss = engine.train_batch(micro_batches)
+        get_accelerator().synchronize()
+        step_seconds = time.perf_counter() - started
+        engine.timers(TRAIN_BATCH_TIMER).reset()  # it keeps every step's record otherwise
+        return StepResult(
+            loss=float(loss),
+            grad_norm=float(engine.get_global_grad_norm()),
+            loss_scale=loss_scale,
+            skipped=not engine.was_step_applied(),
+            step_seconds=step_seconds,
+        )
+
+    def evaluate(self, micro_batches: list[MicroBatch]) -> float:
+        """Token mean of the loss over ``micro_batches`` of all replicas, without dropout; training is left as it was.
+
+        Args:
+            micro_batches: of the current micro-batch size; the same number on every rank.
+        """
+        loss = self.deepspeed.eval_batch(iter(micro_batches), num_micro_batches=len(micro_batches))
+        return float(loss)
+
+
+class SilentMonitor:
+    """Takes the place of DeepSpeed's monitor inside its engine, which asks only whether it is enabled."""
+
+    enabled = False

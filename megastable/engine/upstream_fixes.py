@@ -1,0 +1,102 @@
+"""Faults of DeepSpeed 0.19.8 that a run file can reach, and what is done about each. Every one has a test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+
+def allow_fp16_on_cpu() -> None:
+    """Let fp16 run on a CPU without native fp16: its arithmetic works there, only slowly, yet DeepSpeed refuses it."""
+    get_accelerator().is_fp16_supported = lambda: True
+
+
+def grow_loss_scale_after_update(optimizer: Any) -> None:
+    """Let a step that grows the loss scale unscale its gradients by the scale that they were made with.
+
+    ZeRO's ``step`` grows the scale first and then divides the gradients by the grown one, so that such a step applies
+    half its gradient. Shrinking comes with a skipped step and stays where it is. Optimizers without a scale
+    (``BF16_Optimizer``) are left alone.
+    """
+    if not hasattr(optimizer, "loss_scaler"):
+        return
+    update_scale, step = optimizer._update_scale, optimizer.step
+    grow_pending: list[bool] = []
+
+    def update_scale_or_defer(has_overflow: bool = False) -> None:
+        if has_overflow:
+            update_scale(has_overflow)
+        else:
+            grow_pending.append(True)
+
+    def step_then_grow(*args: Any, **kwargs: Any) -> None:
+        grow_pending.clear()
+        step(*args, **kwargs)
+        if grow_pending:
+            update_scale(False)
+
+    optimizer._update_scale = update_scale_or_defer
+    optimizer.step = step_then_grow
+
+
+def reduce_tied_gradients_where_they_are(engine: PipelineEngine) -> None:
+    """Sum the gradients of tied copies wherever this precision accumulates them.
+
+    With fp16 and fp32 accumulation ZeRO keeps them in ``grad_accum``; DeepSpeed reduces ``grad``, which is empty there,
+    so the copies of a tied weight drift apart.
+    """
+
+    def exec_reduce_tied_grads(self: PipelineEngine) -> None:
+        for weight, group in self.module.get_tied_weights_and_groups():
+            gradient = accumulated_gradient(weight)
+            if gradient is not None:
+                torch.distributed.all_reduce(gradient, group=group)
+
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: exec_reduce_tied_grads}
+
+
+def accumulated_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """The gradient summed over micro-batches so far: fp32 copies first, then the parameter's own."""
+    for name in ("_hp_grad", "grad_accum", "grad"):
+        gradient: torch.Tensor | None = getattr(parameter, name, None)
+        if gradient is not None:
+            return gradient
+    return None
+
+
+class ConfiguredOptimizer:
+    """What the run file says of the optimizer, to be put back after a load.
+
+    Loading a checkpoint replaces the clip norm, the loss scaler with all its settings, and the hyperparameters of the
+    parameter groups by those that were saved. Only the scaler's position (its scale and counters) belongs to the
+    checkpoint.
+    """
+
+    SCALER_POSITION = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._clip_grad = optimizer.clip_grad
+        self._scaler = getattr(optimizer, "loss_scaler", None)
+        self._groups = [
+            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
+
+    def put_back(self) -> None:
+        """Restore the configured settings, keeping the loaded scaler's position where both scale dynamically."""
+        self._optimizer.clip_grad = self._clip_grad
+        for group, configured in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update(configured)
+        if self._scaler is None:
+            return
+        loaded = self._optimizer.loss_scaler
+        if self._scaler.dynamic and loaded.dynamic:
+            for name in self.SCALER_POSITION:
+                setattr(self._scaler, name, getattr(loaded, name))
+        self._optimizer.loss_scaler = self._scaler
+        self._optimizer.dynamic_loss_scale = self._scaler.dynamic

@@ -1,0 +1,52 @@
+#!/usr/bin/env python3
+"""Pre-train a GPT: `deepspeed --num_gpus 2 launch/train.py --deepspeed_config ds_configs/quickstart.json`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megastable.training.entry import RunRequest, run_command
+
+
+def main() -> int:
+    """Parse the command line and train."""
+    parser = argparse.ArgumentParser(
+        description="Pre-train a GPT on DeepSpeed's pipeline engine, as one JSON file says.",
+        epilog="Run it with `deepspeed --num_gpus N`, with `torchrun --standalone --nproc_per_node N`, or with srun. "
+        "`megastable schema` prints every key of the file with its meaning.",
+    )
+    parser.add_argument(
+        "--deepspeed_config", required=True, type=Path, metavar="FILE", help="the run file, e.g. ds_configs/x.json"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+        help="override a key of the file by its path, e.g. megastable.training.total_steps=10; repeatable",
+    )  # fmt: skip
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="PATH",
+        help="where config.json, metrics.jsonl and checkpoints/ go (default: runs/<name of the file>)",
+    )  # fmt: skip
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument(
+        "--resume", action="store_true", help="continue the run folder from its newest complete checkpoint"
+    )
+    start.add_argument(
+        "--load", type=Path, metavar="PATH", help="start a new run folder from this checkpoint, e.g. of another run"
+    )
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher appends it
+    arguments = parser.parse_args()
+    return run_command(
+        RunRequest(
+            run_file=arguments.deepspeed_config,
+            overrides=arguments.overrides,
+            run_dir=arguments.run_dir,
+            resume=arguments.resume,
+            load=arguments.load,
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""A run from its arguments to its exit code. Everything that can be refused is refused before torch loads."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megastable.config import RunConfig, load_run_file
+from megastable.core.checkpoint_folder import read_manifest
+from megastable.core.errors import UserError
+from megastable.core.launch import Launch, check_hostfile
+from megastable.training.run_folder import RunFolder, check_continues, checkpoint_to_load, checkpoint_to_resume
+from megastable.training.run_plan import RunPlan
+
+EXIT_CODE_USER_ERROR = 2
+EXIT_CODE_INTERRUPTED = 130
+RANK_0_SPEAKS_FIRST_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What the command line of a run asks for."""
+
+    run_file: Path
+    overrides: Sequence[str] = ()
+    run_dir: Path | None = None
+    """None for ``runs/<name of the run file>``."""
+    resume: bool = False
+    load: Path | None = None
+
+
+def run_command(request: RunRequest) -> int:
+    """Train as requested; returns the exit code."""
+    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    try:
+        _plan_and_train(request)
+    except UserError as error:
+        return _refuse(error, rank)
+    except KeyboardInterrupt:
+        return EXIT_CODE_INTERRUPTED
+    return 0
+
+
+def _plan_and_train(request: RunRequest) -> None:
+    run = load_run_file(request.run_file, request.overrides)
+    check_hostfile()
+    launch = Launch.detect(os.environ)
+    plan = RunPlan.of(run, launch.world_size)
+    folder = RunFolder(request.run_dir or Path("runs") / request.run_file.stem)
+    checkpoint = _find_checkpoint(request, folder, run, launch)
+    if launch.rank == 0:
+        folder.write_config(run)
+
+    from megastable.training.build import train  # loads torch and deepspeed
+
+    train(plan, launch, folder, checkpoint)
+
+
+def _find_checkpoint(request: RunRequest, folder: RunFolder, run: RunConfig, launch: Launch) -> Path | None:
+    def warn(text: str) -> None:
+        if launch.rank == 0:
+            print(f"[megastable] {text}", file=sys.stderr, flush=True)
+
+    if not request.resume and launch.rank == 0:  # rank 0 alone: it starts to fill the folder while others look
+        folder.check_unused()
+    if request.resume:
+        checkpoint = checkpoint_to_resume(folder, warn)
+    elif request.load is not None:
+        checkpoint = checkpoint_to_load(request.load)
+    else:
+        return None
+    check_continues(read_manifest(checkpoint), run, launch.world_size, warn)
+    return checkpoint
+
+
+def _refuse(error: UserError, rank: int) -> int:
+    if rank != 0:
+        # All ranks find the same fault. A launcher ends the others with the first that exits: let rank 0 speak.
+        time.sleep(RANK_0_SPEAKS_FIRST_SECONDS)
+    where = "" if rank == 0 else f" on rank {rank}"
+    print(f"[megastable] error{where}: {error}", file=sys.stderr, flush=True)
+    return EXIT_CODE_USER_ERROR

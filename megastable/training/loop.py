@@ -1,0 +1,64 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megastable.core.batch_rampup import Batch
+from megastable.core.records import TrainingState
+from megastable.data import Corpus, SampleOrder, evaluation_micro_batches, training_micro_batches
+from megastable.engine.training_engine import TrainingEngine
+from megastable.training.metrics import StepMetrics
+from megastable.training.recorder import Recorder, SilentRecorder
+from megastable.training.run_plan import RunPlan
+
+
+def train_steps(
+    plan: RunPlan,
+    engine: TrainingEngine,
+    corpus: Corpus,
+    state: TrainingState,
+    recorder: Recorder | SilentRecorder,
+    save: Callable[[TrainingState], Path],
+) -> TrainingState:
+    """Run every step from ``state`` to the end of the plan; returns the last state. Collective."""
+    settings = plan.run.megastable
+    order = SampleOrder(len(corpus.train), settings.training.seed)
+    while state.step < plan.length.total_steps:
+        batch = engine.rampup_hook.before_step(state.consumed_samples)
+        lr = plan.lr_schedule.at(state.applied_samples)
+        micro_batches = (
+            training_micro_batches(
+                corpus.train, order, batch, state.consumed_samples, engine.replica, plan.layout.data_parallel_size
+            )
+            if engine.needs_data
+            else None
+        )
+        result = engine.train_batch(micro_batches, lr)
+        state = state.advance(batch, result, settings.model.seq_length)
+
+        is_last = state.step == plan.length.total_steps
+        evaluate_now = _is_due(state.step, settings.training.eval_interval, is_last) and len(corpus.validation) > 0
+        eval_loss = evaluate(plan, engine, corpus, batch) if evaluate_now else None
+        recorder.record(StepMetrics.of(plan, state, batch, lr, result, eval_loss))
+        if _is_due(state.step, settings.checkpoint.save_interval, is_last):
+            recorder.note(f"saved {save(state)}")
+    return state
+
+
+def evaluate(plan: RunPlan, engine: TrainingEngine, corpus: Corpus, batch: Batch) -> float:
+    """Token mean of the validation loss, in micro-batches of the current size. Collective."""
+    return engine.evaluate(
+        evaluation_micro_batches(
+            corpus.validation,
+            batch.micro_batch_size,
+            plan.run.megastable.training.eval_samples,
+            engine.replica,
+            plan.layout.data_parallel_size,
+        )
+    )
+
+
+def _is_due(step: int, interval: int, is_last: bool) -> bool:
+    return interval > 0 and (step % interval == 0 or is_last)

@@ -1,0 +1,71 @@
+"""Writes every step's metrics to all sinks; only rank 0 has one that does anything."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from megastable.training.console import StepDisplay
+from megastable.training.metrics import StepMetrics
+
+
+class Writers(Protocol):
+    """DeepSpeed's monitor: TensorBoard, W&B, Comet and CSV, whichever the run file enables."""
+
+    enabled: bool
+
+    def write_events(self, event_list: list[tuple[str, Any, int]]) -> None:
+        """Write (name, value, consumed samples) triples."""
+        ...
+
+
+class Recorder:
+    """metrics.jsonl, the writers and the display, fed from the same values."""
+
+    def __init__(self, metrics_file: Path, writers: Writers, display: StepDisplay) -> None:
+        self._file = open(metrics_file, "a", encoding="utf-8")  # noqa: SIM115  # closed by __exit__
+        self._writers = writers
+        self._display = display
+
+    def record(self, metrics: StepMetrics) -> None:
+        """Write one step everywhere."""
+        self._file.write(metrics.to_json() + "\n")
+        self._file.flush()
+        if self._writers.enabled:
+            values = {name: value for name, value in asdict(metrics).items() if value is not None}
+            samples = values.pop("consumed_samples")
+            self._writers.write_events([(f"Train/{name}", float(value), samples) for name, value in values.items()])
+        self._display.show(metrics)
+
+    def note(self, text: str) -> None:
+        """Show a line of text."""
+        self._display.note(text)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        self._display.close()
+
+
+class SilentRecorder:
+    """The recorder of all other ranks."""
+
+    def record(self, metrics: StepMetrics) -> None:
+        """Rank 0 does it."""
+
+    def note(self, text: str) -> None:
+        """Rank 0 does it."""
+
+    def __enter__(self) -> SilentRecorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None

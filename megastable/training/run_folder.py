@@ -1,0 +1,129 @@
+"""The folder of a run: its config, its metrics and its checkpoints; and where a run starts from."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megastable.config import RunConfig
+from megastable.core.checkpoint_folder import Manifest, newest_complete, read_manifest, step_folders
+from megastable.core.errors import UserError
+
+# What a checkpoint's weights, optimizer and data position mean depends on these; another value is another run.
+FIXED_KEYS = ("megastable.model", "megastable.pipeline.num_stages", "megastable.init", "megastable.data.source",
+              "megastable.data.tokenizer", "megastable.data.validation_fraction", "megastable.training.seed",
+              "fp16.enabled", "bf16.enabled", "data_types")  # fmt: skip
+
+
+class RunFolder:
+    """``config.json``, ``metrics.jsonl`` and ``checkpoints/`` of one run. Written by rank 0 only."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.json"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+
+    def check_unused(self) -> None:
+        """Refuse to write a new run over an old one.
+
+        Raises:
+            UserError: the folder holds a run.
+        """
+        if self.metrics.exists() or step_folders(self.checkpoints):
+            raise UserError(
+                f"{self.path} already holds a run. Continue it with --resume, or write to another folder with "
+                "--run-dir PATH"
+            )
+
+    def write_config(self, run: RunConfig) -> None:
+        """Write ``config.json``: the run file with defaults filled in and every ``--set`` applied."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        written = self.config.with_suffix(".tmp")
+        written.write_text(json.dumps(run_as_dict(run), indent=2) + "\n", encoding="utf-8")
+        os.replace(written, self.config)
+
+    def drop_metrics_after(self, step: int) -> None:
+        """Move the lines of steps after ``step`` to ``metrics.superseded.jsonl``: a resumed run writes them again."""
+        if not self.metrics.exists():
+            return
+        kept: list[str] = []
+        superseded: list[str] = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines(keepends=True):
+            (kept if _is_step_up_to(line, step) else superseded).append(line)
+        if superseded:
+            with open(self.path / "metrics.superseded.jsonl", "a", encoding="utf-8") as file:
+                file.writelines(superseded)
+            written = self.metrics.with_suffix(".tmp")
+            written.write_text("".join(kept), encoding="utf-8")
+            os.replace(written, self.metrics)
+
+
+def run_as_dict(run: RunConfig) -> dict[str, Any]:
+    """The run file as plain values; loading it again gives an equal run."""
+    return run.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def checkpoint_to_resume(folder: RunFolder, warn: Callable[[str], None]) -> Path:
+    """The newest complete checkpoint of the run folder.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = newest_complete(folder.checkpoints, warn)
+    if found is None:
+        raise UserError(f"--resume: there is no complete checkpoint in {folder.checkpoints}")
+    return found
+
+
+def checkpoint_to_load(path: Path) -> Path:
+    """The checkpoint folder that ``--load`` names.
+
+    Raises:
+        UserError: it is no complete checkpoint.
+    """
+    if not path.is_dir():
+        raise UserError(f"--load: {path} is not a folder; name a checkpoint like runs/x/checkpoints/step_00000010")
+    read_manifest(path)
+    return path.resolve()
+
+
+def check_continues(manifest: Manifest, run: RunConfig, world_size: int, warn: Callable[[str], None]) -> None:
+    """Check that ``run`` on ``world_size`` processes continues the checkpoint; say what else has changed.
+
+    Raises:
+        UserError: the layout or a key on which the checkpoint's meaning depends differs; all of them are named.
+    """
+    stages = manifest.run["megastable"]["pipeline"].get("num_stages", 1)
+    faults = []
+    if manifest.world_size != world_size:
+        faults.append(
+            f"  the checkpoint is of {manifest.world_size} processes ({stages} stages x "
+            f"{manifest.world_size // stages} replicas), this launch has {world_size}"
+        )
+    for key, old, new in differences(manifest.run, run_as_dict(run)):
+        if any(key == fixed or key.startswith(fixed + ".") for fixed in FIXED_KEYS):
+            faults.append(f"  {key}: {old!r} in the checkpoint, {new!r} now")
+        else:
+            warn(f"changed since the checkpoint: {key} was {old!r}, is {new!r}")
+    if faults:
+        raise UserError("This run cannot continue the checkpoint:\n" + "\n".join(faults))
+
+
+def differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Paths at which two nested dictionaries differ, with both values; None stands for a missing key."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+    elif old != new:
+        yield path, old, new
+
+
+def _is_step_up_to(line: str, step: int) -> bool:
+    try:
+        return bool(json.loads(line)["step"] <= step)
+    except (ValueError, KeyError):  # a line that a kill cut short
+        return False

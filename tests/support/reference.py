@@ -1,0 +1,78 @@
+"""What training should do, in plain torch on one process: no pipeline, no micro-batches, no DeepSpeed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megastable.config import RunConfig
+from megastable.model.layers import gpt_layers
+from megastable.training.run_plan import RunPlan
+from tests.support.tokens import global_batch
+
+
+class ReferenceModel(nn.Module):
+    """The flat list of layers, called one after the other in one process."""
+
+    def __init__(self, run: RunConfig) -> None:
+        super().__init__()
+        self.modules_by_key: dict[str, nn.Module] = {}
+        self.forwards = []
+        for index, layer in enumerate(gpt_layers(run)):
+            key = layer.tied_key or str(index)
+            if key not in self.modules_by_key:
+                self.modules_by_key[key] = layer.build(run)
+                self.add_module(key, self.modules_by_key[key])
+            module = self.modules_by_key[key]
+            self.forwards.append((layer.forward, module))
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """(batch, seq) to logits (batch, seq, padded vocabulary)."""
+        x = token_ids
+        for forward, module in self.forwards:
+            x = module(x) if forward is None else forward(module, x)
+        return x
+
+
+@dataclass
+class ReferenceStep:
+    """Loss and unclipped gradient norm of a step."""
+
+    loss: float
+    grad_norm: float
+
+
+def train_reference(run: RunConfig, num_steps: int) -> tuple[list[ReferenceStep], ReferenceModel]:
+    """Train in fp32 on whole global batches."""
+    plan = RunPlan.of(run.model_copy(update={"megastable": _one_stage(run)}), world_size=1)
+    model = ReferenceModel(run)
+    params = run.optimizer.params
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": params.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=params.lr, betas=params.betas, eps=params.eps,
+    )  # fmt: skip
+    size, steps, consumed = run.megastable.model, [], 0
+    for _ in range(num_steps):
+        batch_size = plan.ramp.schedule.at(consumed)
+        ids, labels = global_batch(consumed, batch_size, size.seq_length, size.vocab_size)
+        logits = model(ids)[..., : size.vocab_size]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())  # a mean over the counted labels
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), run.gradient_clipping or float("inf"))
+        for group in optimizer.param_groups:
+            group["lr"] = plan.lr_schedule.at(consumed)
+        optimizer.step()
+        steps.append(ReferenceStep(loss.item(), norm.item()))
+        consumed += batch_size
+    return steps, model
+
+
+def _one_stage(run: RunConfig) -> object:
+    pipeline = run.megastable.pipeline.model_copy(update={"num_stages": 1})
+    return run.megastable.model_copy(update={"pipeline": pipeline})

@@ -194,6 +194,4 @@ class RunLength:
         """The length of the run that ``phases`` (not empty) expand to."""
         last = phases[-1]
         total_samples = last.first_sample + last.num_steps * last.batch.global_batch_size
-        return cls(
-            last.first_step + last.num_steps, total_samples, total_samples - last.batch.global_batch_size
-        )
+        return cls(last.first_step + last.num_steps, total_samples, total_samples - last.batch.global_batch_size)

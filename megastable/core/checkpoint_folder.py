@@ -82,7 +82,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def newest_complete(checkpoints: Path, warn: Callable[[str], None]) -> Path | None:
-    """The complete checkpoint of the highest step below ``checkpoints``; damaged ones are passed over with a warning."""
+    """The complete checkpoint of the highest step; damaged ones are passed over with a warning."""
     for folder in sorted(step_folders(checkpoints), reverse=True):
         try:
             read_manifest(folder)

@@ -1,0 +1,29 @@
+"""launch/train.py with a fault planted in rank 1: its third step raises."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from megastable.engine.training_engine import TrainingEngine
+from megastable.training.entry import RunRequest, run_command
+
+
+def main() -> int:
+    """``failing_rank run_file run_dir``"""
+    train_batch, steps = TrainingEngine.train_batch, []
+
+    def fail_on_third(self: TrainingEngine, *arguments: Any) -> Any:
+        steps.append(1)
+        if os.environ["RANK"] == "1" and len(steps) == 3:
+            raise RuntimeError("made to fail")
+        return train_batch(self, *arguments)
+
+    TrainingEngine.train_batch = fail_on_third  # type: ignore[method-assign]
+    return run_command(RunRequest(run_file=Path(sys.argv[1]), run_dir=Path(sys.argv[2])))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""Starting launch/train.py as a user does: by the deepspeed command, torchrun, SLURM's variables, or alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.support.ranks import REPOSITORY
+from tests.support.tiny_run import run_dict
+
+TRAIN = ["launch/train.py"]
+DEEPSPEED = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+def write_run_file(folder: Path, **changes: Any) -> Path:
+    """A tiny run on a text of its own: about 40 samples an epoch, tokenised into a cache of its own."""
+    text = folder / "text"
+    text.mkdir(parents=True, exist_ok=True)
+    for number in range(8):
+        words = (f"line {line} of file {number} says {line * number % 17}" for line in range(4))
+        (text / f"{number}.txt").write_text("\n".join(words))
+    data = {
+        "source": {"type": "text", "path": str(text)},
+        "tokenizer": {"type": "bytes"},
+        "validation_fraction": 0.2,
+        "cache_dir": str(folder / "cache"),
+    }
+    common = {"megastable__data": data, "megastable__pipeline__num_stages": 2, "megastable__logging": {"interval": 1}}
+    path = folder / "tiny.json"
+    path.write_text(json.dumps(run_dict(**common, **changes)))
+    return path
+
+
+def start(command: list[str], environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    """Start a launch in a process group of its own; output and errors come together in ``stdout``."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, env=variables, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of a run so far; a line that is just being written is left out."""
+    path = run_dir / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int, timeout_seconds: float = 120) -> None:
+    """Return once the run has done ``step`` steps."""
+    deadline = time.monotonic() + timeout_seconds
+    while len(metrics(run_dir)) < step:
+        assert process.poll() is None, process.communicate()[0][-4000:]
+        assert time.monotonic() < deadline, f"step {step} was not reached within {timeout_seconds} s"
+        time.sleep(0.05)

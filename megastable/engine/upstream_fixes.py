@@ -10,10 +10,27 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from megastable.config import RunConfig
+from megastable.core.errors import UserError
 
-def allow_fp16_on_cpu() -> None:
-    """Let fp16 run on a CPU without native fp16: its arithmetic works there, only slowly, yet DeepSpeed refuses it."""
-    get_accelerator().is_fp16_supported = lambda: True
+
+def check_fp16_support(run: RunConfig) -> None:
+    """Let fp16 run on a CPU without native fp16 where the run file opts in to it.
+
+    The arithmetic works there, only slowly; DeepSpeed refuses it.
+
+    Raises:
+        UserError: the run wants fp16, the device has none and the file does not opt in.
+    """
+    accelerator = get_accelerator()
+    if not run.fp16.enabled or accelerator.is_fp16_supported():
+        return
+    if not run.megastable.training.fp16_on_cpu:
+        raise UserError(
+            f"fp16.enabled: this {accelerator.device_name()} has no native fp16; use bf16, or set "
+            "megastable.training.fp16_on_cpu=true to try fp16 with slow arithmetic"
+        )
+    accelerator.is_fp16_supported = lambda: True
 
 
 def grow_loss_scale_after_update(optimizer: Any) -> None:

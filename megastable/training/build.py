@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from megastable.core.errors import UserError
 from megastable.core.launch import Launch
 from megastable.core.records import TrainingState
 from megastable.data import Corpus, prepare_corpus
@@ -12,6 +13,7 @@ from megastable.engine.checkpoint import load_checkpoint, save_checkpoint
 from megastable.engine.failure import report_and_exit
 from megastable.engine.process_group import Peer, connected
 from megastable.engine.training_engine import TrainingEngine
+from megastable.engine.upstream_fixes import check_fp16_support
 from megastable.training.console import make_display
 from megastable.training.loop import train_steps
 from megastable.training.recorder import Recorder, SilentRecorder
@@ -26,15 +28,21 @@ def train(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | N
         checkpoint: a complete checkpoint that has been checked against the run, or None for fresh weights.
 
     Raises:
-        UserError: the data cannot be read or does not fit the model; raised on every rank, before they connect.
+        UserError: fp16 is not to be had, or the data cannot be read or does not fit the model; raised on every rank,
+            before they connect.
     """
     settings = plan.run.megastable
+    check_fp16_support(plan.run)
     corpus = prepare_corpus(settings.data, settings.model, show_progress=launch.rank == 0)
+    if launch.rank == 0:
+        folder.write_config(plan.run)
     peers: list[Peer] = []
     try:
         with connected(launch) as members:
             peers.extend(members)
             _train_connected(plan, launch, folder, checkpoint, corpus)
+    except UserError:
+        raise
     except Exception as error:
         report_and_exit(error, launch.rank, plan.layout, peers)
 
@@ -49,7 +57,7 @@ def _train_connected(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoin
         for line in _introduction(plan, corpus, folder, checkpoint, state):
             recorder.note(line)
         saved_run = run_as_dict(plan.run)
-        train_steps(
+        last_eval_loss = train_steps(
             plan,
             engine,
             corpus,
@@ -57,7 +65,7 @@ def _train_connected(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoin
             recorder,
             save=lambda reached: save_checkpoint(engine, folder.checkpoints, reached, saved_run),
         )
-        recorder.note(_reference(corpus))
+        recorder.note(_conclusion(corpus, last_eval_loss))
 
 
 def _make_recorder(
@@ -89,13 +97,20 @@ def _introduction(
         f"{len(corpus.train):,} training samples an epoch",
         f"plan {length.total_steps:,} steps, {length.total_samples:,} samples, global batch "
         f"{first.global_batch_size} to {last.global_batch_size} in {len(plan.phases)} phases",
+        *_warnings(plan),
         f"at the start the loss of a model that knows nothing is ln(vocabulary) = {math.log(model.vocab_size):.4f}",
         f"continues {checkpoint} at step {state.step}" if checkpoint else "starts from fresh weights",
     ]
 
 
-def _reference(corpus: Corpus) -> str:
+def _warnings(plan: RunPlan) -> list[str]:
+    slow = plan.run.fp16.enabled and plan.run.megastable.training.fp16_on_cpu
+    return ["megastable.training.fp16_on_cpu: fp16 may run on a CPU, where its arithmetic is slow"] if slow else []
+
+
+def _conclusion(corpus: Corpus, last_eval_loss: float | None) -> str:
+    loss = "" if last_eval_loss is None else f"validation loss {last_eval_loss:.4f}; "
     return (
-        f"reference: the unigram entropy of the training text is {corpus.unigram_entropy_nats:.4f} nats per token; "
-        "a loss below it has learned from context"
+        f"done: {loss}unigram entropy of the text {corpus.unigram_entropy_nats:.4f} nats per token "
+        "(a loss below it has learned from context)"
     )

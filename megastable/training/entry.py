@@ -13,6 +13,7 @@ from megastable.config import RunConfig, load_run_file
 from megastable.core.checkpoint_folder import read_manifest
 from megastable.core.errors import UserError
 from megastable.core.launch import Launch, check_hostfile
+from megastable.training.monitor_packages import check_monitor_packages
 from megastable.training.run_folder import RunFolder, check_continues, checkpoint_to_load, checkpoint_to_resume
 from megastable.training.run_plan import RunPlan
 
@@ -48,12 +49,11 @@ def run_command(request: RunRequest) -> int:
 def _plan_and_train(request: RunRequest) -> None:
     run = load_run_file(request.run_file, request.overrides)
     check_hostfile()
+    check_monitor_packages(run)
     launch = Launch.detect(os.environ)
     plan = RunPlan.of(run, launch.world_size)
     folder = RunFolder(request.run_dir or Path("runs") / request.run_file.stem)
     checkpoint = _find_checkpoint(request, folder, run, launch)
-    if launch.rank == 0:
-        folder.write_config(run)
 
     from megastable.training.build import train  # loads torch and deepspeed
 

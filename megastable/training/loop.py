@@ -21,9 +21,13 @@ def train_steps(
     state: TrainingState,
     recorder: Recorder | SilentRecorder,
     save: Callable[[TrainingState], Path],
-) -> TrainingState:
-    """Run every step from ``state`` to the end of the plan; returns the last state. Collective."""
-    settings = plan.run.megastable
+) -> float | None:
+    """Run every step from ``state`` to the end of the plan. Collective.
+
+    Returns:
+        The last validation loss; None where no evaluation was made.
+    """
+    settings, last_eval_loss = plan.run.megastable, None
     order = SampleOrder(len(corpus.train), settings.training.seed)
     while state.step < plan.length.total_steps:
         batch = engine.rampup_hook.before_step(state.consumed_samples)
@@ -41,10 +45,11 @@ def train_steps(
         is_last = state.step == plan.length.total_steps
         evaluate_now = _is_due(state.step, settings.training.eval_interval, is_last) and len(corpus.validation) > 0
         eval_loss = evaluate(plan, engine, corpus, batch) if evaluate_now else None
+        last_eval_loss = last_eval_loss if eval_loss is None else eval_loss
         recorder.record(StepMetrics.of(plan, state, batch, lr, result, eval_loss))
         if _is_due(state.step, settings.checkpoint.save_interval, is_last):
             recorder.note(f"saved {save(state)}")
-    return state
+    return last_eval_loss
 
 
 def evaluate(plan: RunPlan, engine: TrainingEngine, corpus: Corpus, batch: Batch) -> float:

@@ -62,7 +62,7 @@ def test_a_killed_run_continues_exactly_beside_another_run(tmp_path: Path) -> No
     assert untimed(metrics(killed_dir)) == expected
     assert sum("eval_loss" in row for row in expected) == 5
     assert expected[-1]["loss"] < expected[0]["loss"] - 1
-    assert "reference: the unigram entropy" in output
+    assert "unigram entropy of the text" in output
 
     # A second life of the finished run in another folder: --load takes up that checkpoint.
     loaded = run_bounded(
@@ -152,6 +152,9 @@ MISTAKES: dict[str, tuple[list[str], dict[str, str], str]] = {
     "stages do not divide": ([], {"WORLD_SIZE": "3"}, "world size 3"),
     "another world than asked for": (["--set", "megastable.training.world_size=4"], {}, "asks for 4"),
     "batch does not divide": (["--set", "train_micro_batch_size_per_gpu=3"], {}, "nearest legal sizes are 3 or 6"),
+    "missing package": (["--set", "comet.enabled=true"], {}, "pip install comet_ml"),
+    "fp16 without a device for it": (["--set", "fp16.enabled=true"], {"DS_ACCELERATOR": "cpu"}, "fp16_on_cpu"),
+    "no data": (["--set", "megastable.data.source.path=no/such/text"], {}, "no/such/text"),
     "nothing to resume": (["--resume"], {}, "no complete checkpoint"),
     "nothing to load": (["--load", "no/such/folder"], {}, "no/such/folder"),
 }

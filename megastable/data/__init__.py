@@ -1,0 +1,17 @@
+"""From documents to micro-batches: text sources, tokenizers, the token cache, the sample order."""
+
+from megastable.data.corpus import Corpus, prepare_corpus
+from megastable.data.dataset import IGNORED_LABEL, TokenDataset
+from megastable.data.micro_batches import MicroBatch, evaluation_micro_batches, training_micro_batches
+from megastable.data.sample_order import SampleOrder
+
+__all__ = [
+    "IGNORED_LABEL",
+    "Corpus",
+    "MicroBatch",
+    "SampleOrder",
+    "TokenDataset",
+    "evaluation_micro_batches",
+    "prepare_corpus",
+    "training_micro_batches",
+]

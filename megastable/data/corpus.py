@@ -1,0 +1,122 @@
+"""From the ``data`` section of a run file to samples: tokenised once, cached, mapped into memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.config import DataConfig, ModelConfig
+from megastable.core.errors import UserError
+from megastable.data.cache_folder import build_once
+from megastable.data.dataset import TokenDataset
+from megastable.data.document_split import validation_documents
+from megastable.data.integer_hash import hash64
+from megastable.data.progress import note, track
+from megastable.data.sources import DocumentSource, open_source
+from megastable.data.text_tokenizers import check_fits_model, make_tokenizer, tokenizer_identity
+from megastable.data.token_store import FORMAT_VERSION, TOKENIZER_FOLDER, open_token_store, write_token_store
+
+DEFAULT_CACHE_DIR = "~/.cache/megastable"
+
+# The merges of a BPE settle long before this much text, and training on it takes about 15 s on one core.
+BPE_TRAINING_CHARACTERS = 32_000_000
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A tokenised corpus, cut into samples of the model's length."""
+
+    train: TokenDataset
+    validation: TokenDataset
+    """May have length 0."""
+    vocab_size: int
+    """The tokenizer's."""
+    eod_id: int
+    unigram_entropy_nats: float
+    """Of the training tokens: what a model that has learned their frequencies alone would lose per token."""
+    fingerprint: str
+    """Hash of all tokens and of their split: equal for equal data, on any machine."""
+    tokenizer_path: Path
+    """A folder with ``tokenizer.json`` that ``transformers.AutoTokenizer`` opens."""
+
+    @property
+    def num_train_tokens(self) -> int:
+        """Tokens of the training documents, with one end-of-document token each."""
+        return len(self.train.tokens)
+
+    @property
+    def num_validation_tokens(self) -> int:
+        """Tokens of the validation documents, with one end-of-document token each."""
+        return len(self.validation.tokens)
+
+
+def prepare_corpus(data: DataConfig, model: ModelConfig, *, show_progress: bool) -> Corpus:
+    """Tokenise the documents that ``data`` names, or find them in the cache.
+
+    Any number of processes may call this at once: one of them builds, the others wait and map the same files.
+
+    Raises:
+        UserError: the documents, the tokenizer or the cache cannot be read, or do not fit the model.
+    """
+    source = open_source(data.source)
+    cache_dir = Path(data.cache_dir or DEFAULT_CACHE_DIR).expanduser()
+    folder = cache_dir / "tokens" / _cache_key(data, model, source)
+
+    def build(unfinished: Path) -> None:
+        _build(unfinished, data, model, source, show_progress)
+
+    build_once(folder, build, show_progress=show_progress)
+    meta, train, validation = open_token_store(folder)
+    check_fits_model(meta.vocab_size, meta.eod_id, model)
+    if meta.num_train_tokens <= model.seq_length:
+        raise UserError(
+            f"megastable.data.source: {source.name} has {meta.num_train_tokens:,} training tokens, less than one "
+            f"sample of megastable.model.seq_length + 1 = {model.seq_length + 1:,}; add text or shorten the samples"
+        )
+    return Corpus(
+        train=TokenDataset(train, model.seq_length, meta.eod_id),
+        validation=TokenDataset(validation, model.seq_length, meta.eod_id),
+        vocab_size=meta.vocab_size,
+        eod_id=meta.eod_id,
+        unigram_entropy_nats=meta.unigram_entropy_nats,
+        fingerprint=meta.fingerprint,
+        tokenizer_path=folder / TOKENIZER_FOLDER,
+    )
+
+
+def _cache_key(data: DataConfig, model: ModelConfig, source: DocumentSource) -> str:
+    """A name for everything that decides the tokens; the length of samples does not, they are cut when read."""
+    parts = {
+        "format_version": FORMAT_VERSION,
+        "source": data.source.model_dump(mode="json"),
+        "documents": source.fingerprint(),
+        "tokenizer": tokenizer_identity(data.tokenizer, model),
+        "validation_fraction": data.validation_fraction,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _build(folder: Path, data: DataConfig, model: ModelConfig, source: DocumentSource, show_progress: bool) -> None:
+    is_validation = validation_documents(len(source), data.validation_fraction)
+    note(f"Preparing the {data.tokenizer.type} tokenizer ...", show=show_progress)
+    training_texts = _tokenizer_training_texts(source, np.flatnonzero(~is_validation))
+    tokenizer = make_tokenizer(data.tokenizer, model, training_texts)
+    indices = track(range(len(source)), f"Tokenising {len(source):,} documents", len(source), show=show_progress)
+    write_token_store(folder, ((source[index], bool(is_validation[index])) for index in indices), tokenizer)
+
+
+def _tokenizer_training_texts(source: DocumentSource, documents: npt.NDArray[np.int64]) -> Iterator[str]:
+    """Texts of ``documents``, in an order that mixes all parts of the source, until there is enough to learn from."""
+    characters = 0
+    for index in documents[np.argsort(hash64(documents))]:
+        if characters >= BPE_TRAINING_CHARACTERS:
+            return
+        text = source[int(index)]
+        characters += len(text)
+        yield text

@@ -1,0 +1,58 @@
+"""A stream of tokens, cut into samples of one length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+IGNORED_LABEL = -100
+"""A label that counts neither in the loss nor in its denominator (torch's own default)."""
+
+TokenArray = np.ndarray[tuple[int], np.dtype[np.unsignedinteger[Any]]]
+
+
+@dataclass(frozen=True)
+class TokenDataset:
+    """Samples packed back to back: sample i reads ``tokens[i*S : i*S+S+1]`` and predicts all of them but the first.
+
+    So every token but the very first is predicted exactly once an epoch. The last sample is padded with ``eod_id``
+    where the tokens end, and its padded labels are ``IGNORED_LABEL``.
+    """
+
+    tokens: TokenArray = field(repr=False)
+    seq_length: int
+    eod_id: int
+
+    def __len__(self) -> int:
+        """Number of samples; 0 where there are fewer than two tokens."""
+        return -(-max(0, len(self.tokens) - 1) // self.seq_length)
+
+    def __getitem__(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Input ids and labels of one sample, each of shape [seq_length]."""
+        valid = self.valid_tokens(index)
+        start = index * self.seq_length
+        window = self.tokens[start : start + valid + 1].astype(np.int64)
+        input_ids, labels = self.padding_sample()
+        # With the padded inputs after it, the last token may stay as an input: causal attention hides it from
+        # every label that counts, and its own label is ignored.
+        kept = min(len(window), self.seq_length)
+        input_ids[:kept] = window[:kept]
+        labels[:valid] = window[1:]
+        return input_ids, labels
+
+    def valid_tokens(self, index: int) -> int:
+        """Labels of sample ``index`` that count, without reading its tokens.
+
+        Raises:
+            IndexError: the index is not in ``[0, len(self))``.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of a dataset of {len(self)} samples")
+        return min(self.seq_length, len(self.tokens) - 1 - index * self.seq_length)
+
+    def padding_sample(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """A sample of ``eod_id`` whose labels are all ignored; fills up a micro-batch without changing the loss."""
+        return np.full(self.seq_length, self.eod_id), np.full(self.seq_length, IGNORED_LABEL)

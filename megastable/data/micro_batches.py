@@ -1,0 +1,73 @@
+"""Micro-batches as a pure function of the consumed position, equal for every split over replicas and micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from megastable.core.batch_rampup import Batch
+from megastable.data.dataset import TokenDataset
+from megastable.data.sample_order import SampleOrder
+
+if TYPE_CHECKING:  # torch takes seconds to import, and preparing a corpus does not need it
+    from torch import Tensor
+
+MicroBatch: TypeAlias = "tuple[Tensor, tuple[Tensor, Tensor]]"
+"""``(input_ids int64 [mbs, S], (labels int64 [mbs, S], loss_denominator float32 []))``."""
+
+
+def training_micro_batches(
+    dataset: TokenDataset,
+    order: SampleOrder,
+    batch: Batch,
+    consumed_samples: int,
+    replica: int,
+    num_replicas: int,
+) -> Iterator[MicroBatch]:
+    """One replica's share of one step: exactly ``batch.num_microbatches`` items.
+
+    The loss denominator is (valid tokens of the whole global batch) / (num_microbatches * num_replicas), so the plain
+    mean over micro-batches and replicas of (summed token losses / denominator) is the global batch's token mean.
+
+    Raises:
+        ValueError: the batch does not multiply out for this number of replicas.
+    """
+    rows_per_round = batch.micro_batch_size * num_replicas
+    if rows_per_round * batch.num_microbatches != batch.global_batch_size:
+        raise ValueError(f"{batch} does not multiply out over {num_replicas} replicas")
+    positions = consumed_samples + np.arange(batch.global_batch_size)
+    samples = order(positions).tolist()
+    return _share(dataset, samples, batch.micro_batch_size, replica, num_replicas)
+
+
+def evaluation_micro_batches(
+    dataset: TokenDataset, micro_batch_size: int, max_samples: int, replica: int, num_replicas: int
+) -> list[MicroBatch]:
+    """One replica's share of the first ``min(len(dataset), max_samples)`` samples, in the dataset's own order.
+
+    Every replica gets the same number of micro-batches, all full: samples without a counting label fill them up.
+    The denominator follows the rule of ``training_micro_batches``. An empty dataset gives an empty list.
+    """
+    num_samples = min(len(dataset), max_samples)
+    rows_per_round = micro_batch_size * num_replicas
+    num_padded = -num_samples % rows_per_round
+    samples = [*range(num_samples), *[None] * num_padded]
+    return list(_share(dataset, samples, micro_batch_size, replica, num_replicas))
+
+
+def _share(
+    dataset: TokenDataset, samples: Sequence[int | None], micro_batch_size: int, replica: int, num_replicas: int
+) -> Iterator[MicroBatch]:
+    """Deal ``samples`` (None: padding) to the replicas, a micro-batch each in turn, and read those of ``replica``."""
+    import torch
+
+    num_dealt = len(samples) // micro_batch_size
+    valid_tokens = sum(dataset.valid_tokens(sample) for sample in samples if sample is not None)
+    for dealt in range(replica, num_dealt, num_replicas):
+        own = samples[dealt * micro_batch_size : (dealt + 1) * micro_batch_size]
+        rows = [dataset.padding_sample() if sample is None else dataset[sample] for sample in own]
+        input_ids, labels = (torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True))
+        # A tensor of its own for each item: whoever moves or changes one must not change the others.
+        yield input_ids, (labels, torch.tensor(valid_tokens / num_dealt, dtype=torch.float32))

@@ -1,0 +1,188 @@
+"""Where documents come from. A source is one class and one line of ``SOURCES``."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megastable.config import HfSourceConfig, SourceConfig, StdlibSourceConfig, TextSourceConfig
+from megastable.core.errors import UserError
+
+NOT_LIBRARY_CODE = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"})
+"""Folders under the standard library that hold other packages, tests, or what some distributions leave out."""
+
+
+class DocumentSource(Protocol):
+    """Documents in a fixed order, each read when it is asked for."""
+
+    @property
+    def name(self) -> str:
+        """What a message calls this source: its path."""
+        ...
+
+    def __len__(self) -> int:
+        """Number of documents."""
+        ...
+
+    def __getitem__(self, index: int) -> str:
+        """Text of one document.
+
+        Raises:
+            UserError: it cannot be read as text; the document is named.
+        """
+        ...
+
+    def fingerprint(self) -> str:
+        """Changes whenever the documents do, as far as can be told without reading them all."""
+        ...
+
+
+class TextFiles:
+    """One document a file, UTF-8, in the order of the names relative to ``root``. Empty files are left out."""
+
+    def __init__(self, root: Path, files: Sequence[Path], name: str) -> None:
+        """
+        Raises:
+            UserError: no file is left.
+        """
+        self.name = name
+        self._root = root
+        self._files = sorted(
+            (file for file in files if file.stat().st_size > 0), key=lambda file: file.relative_to(root).parts
+        )
+        if not self._files:
+            raise UserError(f"megastable.data.source.path: {name} has no text: there is no file, or all are empty")
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> str:
+        file = self._files[index]
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"megastable.data.source.path: {file} is not UTF-8 text (byte {error.start:,}); "
+                "convert it, or name the text files alone with a glob such as folder/**/*.txt"
+            ) from error
+        except OSError as error:
+            raise UserError(f"megastable.data.source.path: {file} cannot be read ({error.strerror})") from error
+
+    def fingerprint(self) -> str:
+        """Of every file's name, size and time of change: reading terabytes to find them unchanged takes too long."""
+        digest = hashlib.sha256()
+        for file in self._files:
+            status = file.stat()
+            digest.update(f"{file.relative_to(self._root)}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+        return digest.hexdigest()
+
+
+def _open_stdlib(_: StdlibSourceConfig) -> TextFiles:
+    root = Path(sysconfig.get_path("stdlib"))
+    files: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        # Assigned in place, so that the walk stays out of them: site-packages can hold 100,000 files.
+        subfolders[:] = [name for name in subfolders if name not in NOT_LIBRARY_CODE]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return TextFiles(root, files, name=str(root))
+
+
+def _open_text(spec: TextSourceConfig) -> TextFiles:
+    path = Path(spec.path).expanduser()
+    if path.is_file():
+        return TextFiles(path.parent, [path], name=spec.path)
+    if path.is_dir():
+        return TextFiles(path, [file for file in path.rglob("*") if _is_document(file, path)], name=spec.path)
+    matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
+    if not matches:
+        what = "matches no file" if glob.has_magic(spec.path) else "does not exist"
+        raise UserError(f"megastable.data.source.path: {spec.path} {what}; legal are a file, a folder or a glob")
+    root = Path(path.anchor)
+    return TextFiles(root, [file for file in matches if file.is_file()], name=spec.path)
+
+
+def _is_document(file: Path, root: Path) -> bool:
+    """Hidden files and folders (version control, editors) are not documents."""
+    return file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
+
+
+class HfRows:
+    """One document a row of a Hugging Face dataset."""
+
+    def __init__(self, spec: HfSourceConfig) -> None:
+        """
+        Raises:
+            UserError: the dataset cannot be opened or has no such split or text column.
+        """
+        self.name = spec.path
+        self._column = spec.text_column
+        rows = _load_hf(spec)
+        if spec.text_column not in rows.column_names:
+            raise UserError(
+                f"megastable.data.source.text_column: {spec.path} has no column {spec.text_column!r}; "
+                f"its columns are {', '.join(rows.column_names)}"
+            )
+        self._fingerprint = str(rows._fingerprint)
+        self._rows = rows.select_columns([spec.text_column])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> str:
+        text = self._rows[index][self._column]
+        if not isinstance(text, str):
+            raise UserError(
+                f"megastable.data.source.text_column: row {index:,} of {self.name} holds {type(text).__name__}, "
+                f"not text, in the column {self._column!r}"
+            )
+        return text
+
+    def fingerprint(self) -> str:
+        """Of the library's own record of the data files and of what was done to them."""
+        return self._fingerprint
+
+
+def _load_hf(spec: HfSourceConfig) -> Any:
+    """The ``datasets.Dataset`` of the one split that ``spec`` names."""
+    from datasets import DatasetDict, load_dataset, load_from_disk
+    from datasets.exceptions import DatasetsError
+
+    path = Path(spec.path).expanduser()
+    try:
+        if not any((path / mark).is_file() for mark in ("state.json", "dataset_dict.json")):
+            return load_dataset(str(path), spec.name, split=spec.split)
+        saved = load_from_disk(str(path))
+    except (DatasetsError, OSError, ValueError, IndexError) as error:  # IndexError: saved without a row
+        raise UserError(
+            f"megastable.data.source.path: datasets cannot open {spec.path} "
+            f"(name {spec.name!r}, split {spec.split!r}): {error}"
+        ) from error
+    if not isinstance(saved, DatasetDict):
+        return saved
+    if spec.split not in saved:
+        raise UserError(
+            f"megastable.data.source.split: {spec.path} has no split {spec.split!r}; its splits are {', '.join(saved)}"
+        )
+    return saved[spec.split]
+
+
+SOURCES: dict[str, Callable[[Any], DocumentSource]] = {
+    "stdlib": _open_stdlib,
+    "text": _open_text,
+    "hf": HfRows,
+}
+"""Opens a source, by the ``type`` of its section of the run file."""
+
+
+def open_source(spec: SourceConfig) -> DocumentSource:
+    """The documents that ``spec`` names.
+
+    Raises:
+        UserError: they are not there, or there is none.
+    """
+    return SOURCES[spec.type](spec)

@@ -1,12 +1,11 @@
 """From documents to micro-batches: text sources, tokenizers, the token cache, the sample order."""
 
 from megastable.data.corpus import Corpus, prepare_corpus
-from megastable.data.dataset import IGNORED_LABEL, TokenDataset
+from megastable.data.dataset import TokenDataset
 from megastable.data.micro_batches import MicroBatch, evaluation_micro_batches, training_micro_batches
 from megastable.data.sample_order import SampleOrder
 
 __all__ = [
-    "IGNORED_LABEL",
     "Corpus",
     "MicroBatch",
     "SampleOrder",

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-IGNORED_LABEL = -100
-"""A label that counts neither in the loss nor in its denominator (torch's own default)."""
+from megastable.core.labels import IGNORED_LABEL
 
 TokenArray = np.ndarray[tuple[int], np.dtype[np.unsignedinteger[Any]]]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn import functional as F
 
-IGNORED_LABEL = -100  # a position with this label counts neither in the loss nor in its denominator
+from megastable.core.labels import IGNORED_LABEL
 
 LossFunction = Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +40,11 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 SAVE_AT, NUM_STEPS = 5, 9  # step 5 lies within the phase of batch 8
 
 
-def _shared_folder() -> Path:
-    names = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None]
-    torch.distributed.broadcast_object_list(names)
-    return Path(str(names[0]))
-
-
 def _values(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "step_seconds"} for row in rows]
 
 
-def interrupted_and_not(num_stages: int) -> dict[str, Any]:
+def interrupted_and_not(num_stages: int, folder: str) -> dict[str, Any]:
     """Every precision: a whole run, and one that is saved, thrown away, loaded by a new engine and finished."""
     results = {}
     for name, changes in PRECISIONS.items():
@@ -61,7 +54,7 @@ def interrupted_and_not(num_stages: int) -> dict[str, Any]:
 
         plan, engine = build_engine(run)
         state, first = train(plan, engine, SAVE_AT)
-        checkpoints = _shared_folder()
+        checkpoints = Path(folder) / name
         published = save_checkpoint(engine, checkpoints, state, {})
         assert newest_complete(checkpoints, warn=print) == published == checkpoints / folder_name(SAVE_AT)
 
@@ -75,8 +68,8 @@ def interrupted_and_not(num_stages: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("world_size", "num_stages"), [(2, 2), (4, 2)])
-def test_losses_are_bit_equal_after_a_resume(world_size: int, num_stages: int) -> None:
-    for results in run_ranks(interrupted_and_not, world_size, num_stages=num_stages):
+def test_losses_are_bit_equal_after_a_resume(tmp_path: Path, world_size: int, num_stages: int) -> None:
+    for results in run_ranks(interrupted_and_not, world_size, num_stages=num_stages, folder=str(tmp_path)):
         for name, rows in results.items():
             assert rows["resumed"] == rows["whole"], name
         assert any(row["skipped"] for row in results["fp16"]["whole"][:SAVE_AT])
@@ -114,19 +107,19 @@ def test_evaluation_leaves_training_bit_identical() -> None:
         assert evaluations[-1] != evaluations[0], "an evaluation did not see the trained weights"
 
 
-def settings_after_load() -> dict[str, Any]:
+def settings_after_load(folder: str) -> dict[str, Any]:
     """Save under one set of optimizer settings, load under another."""
     fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "min_loss_scale": 1}
     common = {"megastable__pipeline__num_stages": 2, "megastable__training__fp16_on_cpu": True}
     plan, engine = build_engine(tiny_run(**common, fp16=fp16, gradient_clipping=0.5))
     state, _ = train(plan, engine, 4)
-    folder = save_checkpoint(engine, _shared_folder(), state, run_dict())
+    saved = save_checkpoint(engine, Path(folder), state, run_dict())
     scale = engine.deepspeed.optimizer.loss_scale
 
     optimizer = {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.8, 0.9], "weight_decay": 0.3}}
     changed = {**fp16, "initial_scale_power": 4, "loss_scale_window": 77, "min_loss_scale": 8}
     _, engine = build_engine(tiny_run(**common, fp16=changed, gradient_clipping=0.25, optimizer=optimizer))
-    load_checkpoint(engine, folder)
+    load_checkpoint(engine, saved)
     loaded = engine.deepspeed.optimizer
     return {
         "clip": loaded.clip_grad,
@@ -139,8 +132,8 @@ def settings_after_load() -> dict[str, Any]:
     }
 
 
-def test_a_load_leaves_the_configured_settings_in_force() -> None:
-    for settings in run_ranks(settings_after_load, world_size=2):
+def test_a_load_leaves_the_configured_settings_in_force(tmp_path: Path) -> None:
+    for settings in run_ranks(settings_after_load, world_size=2, folder=str(tmp_path)):
         assert settings == {
             "clip": 0.25, "window": 77, "min": 8, "scale_kept": True, "scale_grew": True,
             "betas": [0.8, 0.9], "decay": [0.3, 0.0],

@@ -25,7 +25,8 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "arguments.json").write_text(json.dumps(arguments))
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}",
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--log-dir", folder,
+            f"--nproc_per_node={world_size}",
             "-m", "tests.support.rank_worker", f"{function.__module__}:{function.__qualname__}", folder,
         ]  # fmt: skip
         finished = run_bounded(command, timeout_seconds)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megastable.core.batch_rampup import Batch
-from megastable.model.loss import IGNORED_LABEL
+from megastable.core.labels import IGNORED_LABEL
 
 
 def sample(index: int, seq_length: int, vocab_size: int) -> tuple[Tensor, Tensor]:

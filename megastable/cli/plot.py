@@ -41,7 +41,10 @@ def plot_run(run_dir: Path, output: Path) -> None:
         axes.grid(alpha=0.25)
     for axes in (batch_axes, tflops_axes):
         axes.set_ylim(bottom=0)
-    figure.savefig(output, dpi=130)
+    try:
+        figure.savefig(output, dpi=130)
+    except (ValueError, OSError) as error:  # an unknown suffix, a missing folder
+        raise UserError(f"--output {output}: {error}") from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -52,7 +55,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     if not path.is_file():
         raise UserError(f"{path} does not exist; name a run folder")
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    text = path.read_text(encoding="utf-8")
+    whole_lines = text[: text.rfind("\n") + 1]  # a running or killed run may have half a line at the end
+    rows = [json.loads(line) for line in whole_lines.splitlines()]
     if not rows:
         raise UserError(f"{path} is empty: the run has not finished its first step")
     return rows

@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Protocol
 
 from megastable.core.errors import UserError
@@ -156,17 +157,21 @@ class BatchRampup:
         return _merge_equal_neighbours(phases)
 
     def _division_fault(self, batch: Batch, consumed_samples: int) -> list[str]:
-        unit = batch.micro_batch_size * self.data_parallel_size
-        size = batch.global_batch_size
+        size, unit = batch.global_batch_size, self._unit(batch.global_batch_size)
         if size % unit == 0:
             return []
-        lower, upper = size // unit * unit, (size // unit + 1) * unit
+        # One by one: the micro-batch size may change between the size and its neighbour.
+        lower = next((near for near in range(size, 0, -1) if near % self._unit(near) == 0), None)
+        upper = next(near for near in count(size) if near % self._unit(near) == 0)
         neighbours = f"{lower} or {upper}" if lower else f"{upper}"
         return [
             f"  megastable.batch_rampup: global batch {size} (from sample {consumed_samples:,}) is not a multiple of "
             f"micro-batch size {batch.micro_batch_size} x data-parallel size {self.data_parallel_size} = {unit}; "
             f"the nearest legal sizes are {neighbours}"
         ]
+
+    def _unit(self, global_batch_size: int) -> int:
+        return self.micro_batch_size_for(global_batch_size) * self.data_parallel_size
 
 
 def _merge_equal_neighbours(phases: Sequence[RampPhase]) -> list[RampPhase]:

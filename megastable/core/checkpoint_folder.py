@@ -68,12 +68,17 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(f"{folder} is no complete checkpoint: it has no {MANIFEST_NAME}")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        version = values.pop("format_version")
-        manifest = Manifest(**values)
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise UserError(f"{path} cannot be read: {error}") from error
+    version = values.pop("format_version", None) if isinstance(values, dict) else None
     if version != FORMAT_VERSION:
         raise UserError(f"{path} has format version {version}; this program reads {FORMAT_VERSION}")
+    try:
+        manifest = Manifest(**values)
+    except TypeError as error:
+        raise UserError(f"{path} does not have the keys of a manifest: {error}") from error
+    if not isinstance(manifest.files, dict):
+        raise UserError(f"{path} does not list its files")
     present = file_sizes(folder)
     wrong = [name for name, size in manifest.files.items() if present.get(name) != size]
     if wrong:
@@ -83,7 +88,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def newest_complete(checkpoints: Path, warn: Callable[[str], None]) -> Path | None:
     """The complete checkpoint of the highest step; damaged ones are passed over with a warning."""
-    for folder in sorted(step_folders(checkpoints), reverse=True):
+    for folder in sorted(step_folders(checkpoints), key=_step_of, reverse=True):
         try:
             read_manifest(folder)
         except UserError as error:
@@ -98,3 +103,7 @@ def step_folders(checkpoints: Path) -> list[Path]:
     if not checkpoints.is_dir():
         return []
     return [path for path in checkpoints.iterdir() if path.is_dir() and re.fullmatch(r"step_\d{8,}", path.name)]
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))

@@ -12,6 +12,7 @@ from megastable.core.errors import UserError
 
 LAUNCHER_DEFAULT_PORT = 29500  # of `deepspeed`: two runs on one machine would both get it
 SLURM_PORTS = range(20000, 30000)
+DEEPSPEED_COMMANDS = ("deepspeed", "deepspeed.launcher.runner", "runner.py")
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,23 @@ class Launch:
         Raises:
             UserError: a variable is missing or no number.
         """
-        if "RANK" in environment and "WORLD_SIZE" in environment:
-            return cls._of_launcher(environment)
-        if int(environment.get("SLURM_NTASKS", "1")) > 1:
-            return cls._of_slurm(environment)
-        return cls(0, 0, 1, 1, "127.0.0.1", LAUNCHER_DEFAULT_PORT, port_is_default=True)
+        if "RANK" in environment or "WORLD_SIZE" in environment:
+            launch = cls._of_launcher(environment)
+        elif _number(environment, "SLURM_NTASKS", 1) > 1:
+            launch = cls._of_slurm(environment)
+        else:
+            launch = cls(0, 0, 1, 1, "127.0.0.1", LAUNCHER_DEFAULT_PORT, port_is_default=True)
+        launch._check()
+        return launch
+
+    def _check(self) -> None:
+        if not self.rank < self.world_size:
+            raise UserError(f"The launcher's rank {self.rank} is not below its world size {self.world_size}")
+        if not self.local_rank < self.local_world_size <= self.world_size:
+            raise UserError(
+                f"The launcher's local rank {self.local_rank}, processes on this node {self.local_world_size} and "
+                f"world size {self.world_size} do not fit together"
+            )
 
     @classmethod
     def _of_launcher(cls, environment: Mapping[str, str]) -> Launch:
@@ -68,35 +81,38 @@ class Launch:
     @classmethod
     def _of_slurm(cls, environment: Mapping[str, str]) -> Launch:
         world_size = _number(environment, "SLURM_NTASKS")
-        num_nodes = int(environment.get("SLURM_JOB_NUM_NODES", "1"))
+        # A step may use fewer nodes than its job.
+        nodes_name = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in environment else "SLURM_JOB_NUM_NODES"
+        num_nodes = _number(environment, nodes_name, 1)
         if world_size % num_nodes:
             raise UserError(
-                f"SLURM_NTASKS={world_size} is no multiple of SLURM_JOB_NUM_NODES={num_nodes}; "
+                f"SLURM_NTASKS={world_size} is no multiple of {nodes_name}={num_nodes}; "
                 "start the same number of tasks on every node (--ntasks-per-node)"
             )
         nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", "127.0.0.1"))
-        job_id = int(environment.get("SLURM_JOB_ID", "0"))
         # One port per job, the same on all nodes, so that two jobs on a node do not meet.
-        default_port = SLURM_PORTS[job_id % len(SLURM_PORTS)]
+        default_port = SLURM_PORTS[_number(environment, "SLURM_JOB_ID", 0) % len(SLURM_PORTS)]
         return cls(
             rank=_number(environment, "SLURM_PROCID"),
             local_rank=_number(environment, "SLURM_LOCALID"),
             world_size=world_size,
             local_world_size=world_size // num_nodes,
-            master_addr=environment.get("MASTER_ADDR", first_node(nodes)),
-            master_port=int(environment.get("MASTER_PORT", default_port)),
+            master_addr=environment.get("MASTER_ADDR") or first_node(nodes),
+            master_port=_number(environment, "MASTER_PORT", default_port),
             port_is_default=False,
         )
 
 
 def first_node(node_list: str) -> str:
-    """The first host name of a SLURM node list: ``gpu[07-09,12],cpu1`` gives ``gpu07``."""
-    match = re.match(r"([^,\[]+)(?:\[([^\]]*)\])?([^,]*)", node_list)
-    if match is None:
-        raise UserError(f"Cannot read a host name from the SLURM node list {node_list!r}")
-    prefix, ranges, suffix = match.groups()
-    first = re.split(r"[,-]", ranges)[0] if ranges else ""
-    return f"{prefix}{first}{suffix}"
+    """The first host name of a SLURM node list: ``gpu[07-09,12],cpu1`` gives ``gpu07``.
+
+    Raises:
+        UserError: the list holds no name.
+    """
+    first = re.match(r"[^,\[\]](?:[^,\[\]]|\[[^\[\]]*\])*", node_list)
+    if first is None:
+        raise UserError(f"Cannot read a host name from the SLURM node list {node_list!r}; set MASTER_ADDR")
+    return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first.group())
 
 
 def check_hostfile(process_id: int | None = None) -> None:
@@ -116,7 +132,7 @@ def check_hostfile(process_id: int | None = None) -> None:
             pid = int(re.findall(r"^PPid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[0])
         except (OSError, IndexError):
             return
-        hostfile = _option(words, ("--hostfile", "-H")) if any("deepspeed" in word for word in words) else None
+        hostfile = _hostfile_option(words)
         if hostfile and not Path(hostfile).is_file():
             raise UserError(
                 f"The launch asks for --hostfile {hostfile}, which is not a file here; "
@@ -124,16 +140,24 @@ def check_hostfile(process_id: int | None = None) -> None:
             )
 
 
-def _option(words: list[str], names: tuple[str, ...]) -> str | None:
-    for position, word in enumerate(words):
+def _hostfile_option(words: list[str]) -> str | None:
+    """The value of ``--hostfile`` in a ``deepspeed`` command line; options of other programs before it are not its."""
+    launcher = next((at for at, word in enumerate(words) if Path(word).name in DEEPSPEED_COMMANDS), None)
+    if launcher is None:
+        return None
+    for at, word in enumerate(words[launcher + 1 :], launcher + 1):
+        if word.endswith(".py"):
+            return None  # from here on the words are the training script's
         name, equals, value = word.partition("=")
-        if name in names:
-            return value if equals else words[position + 1] if position + 1 < len(words) else None
+        if name in ("--hostfile", "-H"):
+            return value if equals else words[at + 1] if at + 1 < len(words) else None
     return None
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
     value = environment.get(name)
-    if value is None or not value.isdigit():
+    if value is None and default is not None:
+        return default
+    if value is None or not (value.isascii() and value.isdigit()):
         raise UserError(f"The launcher's variable {name} is {value!r}; it has to be a whole number from 0")
     return int(value)

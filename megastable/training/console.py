@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Protocol
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from megastable.training.metrics import StepMetrics
 
@@ -51,35 +53,32 @@ class PlainLines:
 
 
 class ProgressBar:
-    """A live bar with loss, batch, learning rate, throughput and the time left; evaluations stay above it."""
+    """A bar with the time left, and the newest step in the line below it; evaluations stay above."""
 
     def __init__(self, total_samples: int, consumed_samples: int) -> None:
         # In samples, not steps: under a ramp the later steps take longer, and the time left has to know.
         self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[summary]}"),
-            TimeRemainingColumn(),
-            console=Console(stderr=False),
+            TextColumn("[bold]samples"), BarColumn(), MofNCompleteColumn(), TextColumn("left"), TimeRemainingColumn()
         )
-        self._task = self._progress.add_task("samples", total=total_samples, completed=consumed_samples, summary="")
-        self._progress.start()
+        self._task = self._progress.add_task("", total=total_samples, completed=consumed_samples)
+        self._live = Live(self._progress, console=Console(highlight=False))
+        self._live.start()
 
     def show(self, metrics: StepMetrics) -> None:
         """Move the bar."""
         text = f"step {metrics.step} | {summary(metrics)}"
-        self._progress.update(self._task, completed=metrics.consumed_samples, summary=text)
+        self._progress.update(self._task, completed=metrics.consumed_samples)
+        self._live.update(Group(self._progress, Text(text)))
         if metrics.skipped or metrics.eval_loss is not None:
-            self._progress.console.print(text, highlight=False)
+            self._live.console.print(Text(text))
 
     def note(self, text: str) -> None:
         """Print a line above the bar."""
-        self._progress.console.print(text, highlight=False, markup=False)
+        self._live.console.print(Text(text))
 
     def close(self) -> None:
         """Stop redrawing."""
-        self._progress.stop()
+        self._live.stop()
 
 
 def make_display(total_steps: int, total_samples: int, consumed_samples: int, interval: int) -> StepDisplay:

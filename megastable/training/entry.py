@@ -36,11 +36,10 @@ class RunRequest:
 
 def run_command(request: RunRequest) -> int:
     """Train as requested; returns the exit code."""
-    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     try:
         _plan_and_train(request)
     except UserError as error:
-        return _refuse(error, rank)
+        return _refuse(error, os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     except KeyboardInterrupt:
         return EXIT_CODE_INTERRUPTED
     return 0
@@ -77,10 +76,10 @@ def _find_checkpoint(request: RunRequest, folder: RunFolder, run: RunConfig, lau
     return checkpoint
 
 
-def _refuse(error: UserError, rank: int) -> int:
-    if rank != 0:
+def _refuse(error: UserError, rank: str) -> int:
+    if rank != "0":
         # All ranks find the same fault. A launcher ends the others with the first that exits: let rank 0 speak.
         time.sleep(RANK_0_SPEAKS_FIRST_SECONDS)
-    where = "" if rank == 0 else f" on rank {rank}"
+    where = "" if rank == "0" else f" on rank {rank}"
     print(f"[megastable] error{where}: {error}", file=sys.stderr, flush=True)
     return EXIT_CODE_USER_ERROR

@@ -52,9 +52,10 @@ class RunFolder:
             return
         kept: list[str] = []
         superseded: list[str] = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines(keepends=True):
-            (kept if _is_step_up_to(line, step) else superseded).append(line)
-        if superseded:
+        text = self.metrics.read_text(encoding="utf-8")
+        for line in text.splitlines():
+            (kept if _is_step_up_to(line, step) else superseded).append(f"{line}\n")
+        if superseded or not text.endswith("\n"):  # a kill may cut the last line short, or only its end
             with open(self.path / "metrics.superseded.jsonl", "a", encoding="utf-8") as file:
                 file.writelines(superseded)
             written = self.metrics.with_suffix(".tmp")
@@ -105,7 +106,7 @@ def check_continues(manifest: Manifest, run: RunConfig, world_size: int, warn: C
             f"{manifest.world_size // stages} replicas), this launch has {world_size}"
         )
     for key, old, new in differences(manifest.run, run_as_dict(run)):
-        if any(key == fixed or key.startswith(fixed + ".") for fixed in FIXED_KEYS):
+        if any(f"{key}.".startswith(f"{fixed}.") or fixed.startswith(f"{key}.") for fixed in FIXED_KEYS):
             faults.append(f"  {key}: {old!r} in the checkpoint, {new!r} now")
         else:
             warn(f"changed since the checkpoint: {key} was {old!r}, is {new!r}")
@@ -118,7 +119,7 @@ def differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, 
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
             yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-    elif old != new:
+    elif old != new and (old or new):  # a section without keys is as good as none
         yield path, old, new
 
 

@@ -73,15 +73,18 @@ def global_batch_schedule(rampup: BatchRampupConfig) -> GlobalBatchSchedule:
 def learning_rate_schedule(run: RunConfig, length: RunLength) -> WarmupSchedule:
     """The schedule of a run file on the samples that the run really takes.
 
-    A decay over the whole run ends where the last step begins, so that this step uses ``min_lr``.
+    A decay that ends within the last step ends where that step begins, so that it uses ``min_lr``. Any other end stays
+    where the file puts it: a longer or shorter run does not move the learning rate at a sample.
     """
     config, seq_length = run.megastable.lr_schedule, run.megastable.model.seq_length
     end_samples = config.decay.to_samples(length.total_samples, seq_length)
+    if length.last_step_start < end_samples <= length.total_samples:
+        end_samples = length.last_step_start
     return LR_SCHEDULES[config.type](
         max_lr=run.optimizer.params.lr,
         min_lr=config.min_lr,
         warmup_samples=config.warmup.to_samples(length.total_samples, seq_length),
-        end_samples=min(end_samples, length.last_step_start),
+        end_samples=end_samples,
     )
 
 

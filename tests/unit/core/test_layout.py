@@ -1,0 +1,89 @@
+"""Stages and replicas: every process has its place, and what does not fit is refused with every factor."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megastable.core.errors import UserError
+from megastable.core.layout import ParallelLayout, stage_bounds
+
+quick = settings(max_examples=25, deadline=None)  # no deadline: the machine may be busy
+
+small = st.integers(1, 40)
+
+
+@quick
+@given(num_stages=small, replicas=small)
+def test_a_world_is_stages_times_replicas(num_stages: int, replicas: int) -> None:
+    layout = ParallelLayout.of_world(num_stages * replicas, num_stages, expected_world_size=num_stages * replicas)
+    assert (layout.num_stages, layout.data_parallel_size) == (num_stages, replicas)
+    assert layout.world_size == num_stages * replicas
+
+
+@quick
+@given(num_stages=st.integers(1, 8), replicas=st.integers(1, 8))
+def test_every_rank_has_a_place_of_its_own(num_stages: int, replicas: int) -> None:
+    layout = ParallelLayout(num_stages, replicas)
+    names = [layout.describe(rank) for rank in range(layout.world_size)]
+    places = [f"rank {stage * replicas + replica} (stage {stage}, replica {replica})"
+              for stage in range(num_stages) for replica in range(replicas)]  # fmt: skip
+    assert names == places
+
+
+@quick
+@given(world_size=st.integers(1, 300), num_stages=st.integers(2, 40))
+def test_stages_that_do_not_divide_are_refused_with_every_factor(world_size: int, num_stages: int) -> None:
+    if world_size % num_stages == 0:
+        return
+    with pytest.raises(UserError) as caught:
+        ParallelLayout.of_world(world_size, num_stages)
+    text = str(caught.value)
+    assert f"world size {world_size} " in text
+    assert f"megastable.pipeline.num_stages ({num_stages})" in text
+    below = world_size - world_size % num_stages
+    legal = f"{below} or {below + num_stages}" if below else f"{num_stages}"
+    assert f"Launch {legal} processes" in text
+    assert f"a divisor of {world_size}" in text
+
+
+@quick
+@given(world_size=small, expected=small, num_stages=small)
+def test_another_world_than_the_file_asks_for_is_refused(world_size: int, expected: int, num_stages: int) -> None:
+    if world_size == expected:
+        return
+    with pytest.raises(UserError) as caught:
+        ParallelLayout.of_world(world_size, num_stages, expected_world_size=expected)
+    text = str(caught.value)
+    assert f"brought up {world_size} process" in text
+    assert f"megastable.training.world_size asks for {expected}" in text
+    assert "hostfile" in text
+
+
+@quick
+@given(num_stages=small, extra=st.integers(0, 60), before=st.integers(0, 3), after=st.integers(0, 3))
+def test_stage_bounds_cover_every_layer_and_every_stage_has_a_block(
+    num_stages: int, extra: int, before: int, after: int
+) -> None:
+    num_layers = num_stages + extra
+    bounds = stage_bounds(num_layers, num_stages, before, after)
+    assert len(bounds) == num_stages + 1
+    assert (bounds[0], bounds[-1]) == (0, before + num_layers + after)
+    blocks = set(range(before, before + num_layers))
+    per_stage = [len(blocks.intersection(range(first, end))) for first, end in pairwise(bounds)]
+    assert sum(per_stage) == num_layers
+    assert min(per_stage) >= 1
+    assert max(per_stage) - min(per_stage) <= 1
+    assert per_stage == sorted(per_stage, reverse=True)  # the last stages, which hold the head, get fewer
+    if before:
+        assert bounds[1] > before
+
+
+@quick
+@given(num_layers=st.integers(1, 20), more=st.integers(1, 20))
+def test_fewer_blocks_than_stages_are_refused(num_layers: int, more: int) -> None:
+    with pytest.raises(UserError) as caught:
+        stage_bounds(num_layers, num_layers + more, 1, 2)
+    assert f"num_layers ({num_layers})" in str(caught.value)
+    assert f"num_stages ({num_layers + more})" in str(caught.value)

@@ -1,0 +1,107 @@
+"""A user's mistake is one message and exit code 2, before torch loads, and nothing is written over."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from megastable.core.checkpoint_folder import Manifest
+from megastable.training import entry
+from megastable.training.entry import RunRequest, run_command
+from megastable.training.run_folder import run_as_dict
+from tests.support.tiny_run import run_dict, tiny_run
+
+
+@pytest.fixture(autouse=True)
+def single_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher's variables, and an ImportError instead of training where nothing refuses the run."""
+    for name in list(os.environ):
+        if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+    monkeypatch.setitem(sys.modules, "megastable.training.build", None)
+    monkeypatch.setattr(entry, "RANK_0_SPEAKS_FIRST_SECONDS", 0.0)
+
+
+@pytest.fixture
+def request_of_tiny_run(tmp_path: Path) -> RunRequest:
+    """The tiny run, into a folder that does not exist yet."""
+    run_file = tmp_path / "tiny.json"
+    run_file.write_text(json.dumps(run_dict()))
+    return RunRequest(run_file, run_dir=tmp_path / "run")
+
+
+def refusal(request: RunRequest, capsys: pytest.CaptureFixture[str]) -> str:
+    """The message of a refused run."""
+    assert run_command(request) == 2
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+    return captured.err
+
+
+def changed(request: RunRequest, **changes: object) -> RunRequest:
+    """The request with changes."""
+    return RunRequest(**{**request.__dict__, **changes})
+
+
+def test_mistakes_of_the_request(request_of_tiny_run: RunRequest, capsys: pytest.CaptureFixture[str]) -> None:
+    no_file = changed(request_of_tiny_run, run_file=Path("no_such_file.json"))
+    assert "no_such_file.json" in refusal(no_file, capsys)
+    bad_value = changed(request_of_tiny_run, overrides=["megastable.training.total_steps=many"])
+    assert "megastable.training.total_steps" in refusal(bad_value, capsys)
+    bad_stages = changed(request_of_tiny_run, overrides=["megastable.pipeline.num_stages=2"])
+    assert "world size 1" in refusal(bad_stages, capsys)
+    bad_ramp = changed(request_of_tiny_run, overrides=["train_micro_batch_size_per_gpu=3"])
+    assert "global batch 4 " in refusal(bad_ramp, capsys)
+    assert "no complete checkpoint" in refusal(changed(request_of_tiny_run, resume=True), capsys)
+    assert "no_such_folder" in refusal(changed(request_of_tiny_run, load=Path("no_such_folder")), capsys)
+    assert request_of_tiny_run.run_dir is not None
+    assert not request_of_tiny_run.run_dir.exists()
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_a_used_folder_is_not_written_over(
+    request_of_tiny_run: RunRequest, load: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = request_of_tiny_run.run_dir
+    assert folder is not None
+    checkpoint = folder / "checkpoints" / "step_00000001"
+    checkpoint.mkdir(parents=True)
+    Manifest({"step": 1}, run_as_dict(tiny_run()), 1, {}, {}).write(checkpoint)
+    (folder / "metrics.jsonl").write_text("{}\n")
+    request = changed(request_of_tiny_run, load=checkpoint) if load else request_of_tiny_run
+    assert "already holds a run" in refusal(request, capsys)
+    assert (folder / "metrics.jsonl").read_text() == "{}\n"
+
+
+def test_another_run_does_not_resume_a_checkpoint(
+    request_of_tiny_run: RunRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert request_of_tiny_run.run_dir is not None
+    checkpoint = request_of_tiny_run.run_dir / "checkpoints" / "step_00000001"
+    checkpoint.mkdir(parents=True)
+    Manifest({"step": 1}, run_as_dict(tiny_run(megastable__training__seed=8)), 1, {}, {}).write(checkpoint)
+    text = refusal(changed(request_of_tiny_run, resume=True), capsys)
+    assert "megastable.training.seed: 8 in the checkpoint, 7 now" in text
+
+
+def test_other_ranks_name_themselves(
+    request_of_tiny_run: RunRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "5", "MASTER_PORT": "29500"}
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value)
+    text = refusal(changed(request_of_tiny_run, overrides=["megastable.pipeline.num_stages=2"]), capsys)
+    assert "error on rank 3: The world size 5" in text
+
+
+@pytest.mark.parametrize("name", ["RANK", "SLURM_PROCID"])
+def test_a_rank_that_is_no_number_is_a_users_mistake(
+    name: str, request_of_tiny_run: RunRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    refusal(request_of_tiny_run, capsys)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megastable.model.attention import ATTENTION_BACKENDS, CPU_MATH_UP_TO_SEQ_LENGTH, AttentionBackend
+from megastable.model.attention import ATTENTION_BACKENDS, AttentionBackend
 from megastable.model.positions import AttentionBias
 
 MIN_ROUNDS = 3
@@ -40,8 +40,7 @@ def main() -> None:
     rival, baseline = arguments.backends
     print(
         f"forward + backward, batch {arguments.batch_size}, {arguments.heads} heads of {arguments.head_dim}, "
-        f"{arguments.threads} thread(s), torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}; "
-        f"auto uses math up to {CPU_MATH_UP_TO_SEQ_LENGTH}\n"
+        f"{arguments.threads} thread(s), torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}\n"
     )
     print(f"| bias | dtype | seq_length | {rival} ms | {baseline} ms | {rival} / {baseline} | rounds |")
     print("|---|---|---|---|---|---|---|")
@@ -68,8 +67,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Time two attention backends side by side: forward plus backward, in turns within one process, so "
         "that a busy machine slows both alike. A ratio below 1 means that the first is faster.",
-        epilog="CPU_MATH_UP_TO_SEQ_LENGTH in megastable/model/attention.py is the last length at which math still "
-        "wins. Trust the ratios, not the milliseconds. Example, one quick case: python -m "
+        epilog="auto_attention in megastable/model/attention.py follows this table. Trust the ratios, not the "
+        "milliseconds. Example, one quick case: python -m "
         "benchmarks.attention_backends --bias causal --dtype fp32 --seq-length 256 512 --seconds 2",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -17,10 +17,6 @@ from megastable.model.positions import AttentionBias, RotaryTable
 
 AttentionBackend = Callable[[Tensor, Tensor, Tensor, AttentionBias, float], Tensor]
 
-# On CPU the plain product ran faster than the fused kernel up to this length; benchmarks/attention_backends.py
-# measures it (table in benchmarks/LOG.md).
-CPU_MATH_UP_TO_SEQ_LENGTH = 512
-
 
 def math_attention(q: Tensor, k: Tensor, v: Tensor, bias: AttentionBias, dropout: float) -> Tensor:
     """Two plain products with an fp32 softmax between them.
@@ -49,9 +45,14 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, bias: AttentionBias, dropout
 
 
 def auto_attention(q: Tensor, k: Tensor, v: Tensor, bias: AttentionBias, dropout: float) -> Tensor:
-    """The faster of the two for this device and length; arguments as ``math_attention``."""
-    plain = q.device.type == "cpu" and q.shape[-2] <= CPU_MATH_UP_TO_SEQ_LENGTH
-    return (math_attention if plain else sdpa_attention)(q, k, v, bias, dropout)
+    """The fastest that was measured for this device; arguments as ``math_attention``.
+
+    The fused kernel beat the plain product at every length. Most CPUs only emulate 16-bit products, so there it runs in
+    fp32 between two casts, several times faster (benchmarks/LOG.md).
+    """
+    if q.device.type == "cpu" and q.dtype != torch.float32:
+        return sdpa_attention(q.float(), k.float(), v.float(), bias, dropout).to(q.dtype)
+    return sdpa_attention(q, k, v, bias, dropout)
 
 
 ATTENTION_BACKENDS: dict[str, AttentionBackend] = {

@@ -24,7 +24,7 @@ def draw_weights(module: nn.Module, layer_index: int, run: RunConfig) -> None:
     residual_std = residual_output_std(std, num_layers) if init.residual_scaling else std
     for name, child in module.named_modules():
         if isinstance(child, nn.Linear | nn.Embedding | VocabularyEmbedding):
-            writes_residual = name.endswith((".output", "output"))
+            writes_residual = name.rpartition(".")[2] == "output"
             generator = torch.Generator().manual_seed(weight_seed(run.megastable.training.seed, layer_index, name))
             with torch.no_grad():
                 child.weight.normal_(0.0, residual_std if writes_residual else std, generator=generator)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -25,6 +26,6 @@ def token_mean_loss(vocab_size: int) -> LossFunction:
         labels, denominator = targets
         counted = logits[..., :vocab_size].float().flatten(0, 1)
         total = F.cross_entropy(counted, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
-        return total / denominator
+        return total / denominator.clamp(min=torch.finfo(torch.float32).tiny)  # a batch that counts nothing gives 0
 
     return loss

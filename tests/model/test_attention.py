@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megastable.model import attention
 from megastable.model.attention import ATTENTION_BACKENDS, SelfAttention
 from megastable.model.positions import AttentionBias, RotaryTable
 from tests.model.plain_attention import plain_attention, plain_rotation
@@ -19,11 +18,10 @@ HEADS, HEAD_DIM, SEQ_LENGTH, ROTARY_BASE = 4, 8, 11, 100.0
 ALIBI_SLOPES = [1 / 4, 1 / 16, 1 / 64, 1 / 256]  # of the paper, for four heads
 
 
-@pytest.fixture(params=[*ATTENTION_BACKENDS, "auto beyond its limit"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every registered backend; auto on both sides of the length at which it changes over."""
-    name, _, beyond = request.param.partition(" ")
-    monkeypatch.setattr(attention, "CPU_MATH_UP_TO_SEQ_LENGTH", 0 if beyond else 512)
+@pytest.fixture(params=[*ATTENTION_BACKENDS])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Every registered backend."""
+    name: str = request.param
     return name
 
 

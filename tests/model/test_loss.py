@@ -128,3 +128,10 @@ def test_padding_does_not_change_the_loss() -> None:
         assert logits.shape[-1] == {1: 300, 128: 384}[multiple]
         losses.append(token_mean_loss(300)(logits, (labels, torch.tensor(16.0))).item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_global_batch_that_counts_nothing_has_loss_and_gradient_zero() -> None:
+    logits = torch.randn(1, 4, 16, requires_grad=True)
+    loss = token_mean_loss(10)(logits, (torch.full((1, 4), IGNORED_LABEL), torch.tensor(0.0)))
+    loss.backward()
+    assert loss.item() == 0.0 and not logits.grad.any()

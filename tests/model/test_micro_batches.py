@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.core.batch_rampup import Batch
+from megastable.core.labels import IGNORED_LABEL
 from megastable.data import (
-    IGNORED_LABEL,
     MicroBatch,
     SampleOrder,
     TokenDataset,

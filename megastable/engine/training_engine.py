@@ -61,11 +61,6 @@ class TrainingEngine:
         seed_rank(run.megastable.training.seed, self.stage, self.replica)
 
     @property
-    def stage_parameters(self) -> int:
-        """Number of trainable parameters on this rank's stage."""
-        return sum(parameter.numel() for parameter in self.deepspeed.module.parameters())
-
-    @property
     def needs_data(self) -> bool:
         """True on the ranks that read micro-batches: those of the first and the last stage."""
         return bool(self.deepspeed.is_first_stage() or self.deepspeed.is_last_stage())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from megastable.core.errors import UserError
@@ -17,6 +16,7 @@ from megastable.engine.upstream_fixes import check_fp16_support
 from megastable.training.console import make_display
 from megastable.training.loop import train_steps
 from megastable.training.recorder import Recorder, SilentRecorder
+from megastable.training.report import conclusion, introduction
 from megastable.training.run_folder import RunFolder, run_as_dict
 from megastable.training.run_plan import RunPlan
 
@@ -54,7 +54,7 @@ def _train_connected(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoin
         state = load_checkpoint(engine, checkpoint)
     recorder = _make_recorder(plan, launch, folder, engine, state)
     with recorder:
-        for line in _introduction(plan, corpus, folder, checkpoint, state):
+        for line in introduction(plan, corpus, folder, checkpoint, state):
             recorder.note(line)
         saved_run = run_as_dict(plan.run)
         last_eval_loss = train_steps(
@@ -65,7 +65,7 @@ def _train_connected(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoin
             recorder,
             save=lambda reached: save_checkpoint(engine, folder.checkpoints, reached, saved_run),
         )
-        recorder.note(_conclusion(corpus, last_eval_loss))
+        recorder.note(conclusion(corpus, last_eval_loss))
 
 
 def _make_recorder(
@@ -81,36 +81,3 @@ def _make_recorder(
         plan.run.megastable.logging.interval,
     )
     return Recorder(folder.metrics, engine.writers, display)
-
-
-def _introduction(
-    plan: RunPlan, corpus: Corpus, folder: RunFolder, checkpoint: Path | None, state: TrainingState
-) -> list[str]:
-    layout, model, length = plan.layout, plan.run.megastable.model, plan.length
-    first, last = plan.phases[0].batch, plan.phases[-1].batch
-    return [
-        f"run folder {folder.path}",
-        f"layout {layout.num_stages} stages x {layout.data_parallel_size} replicas = {layout.world_size} processes",
-        f"model {model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads, "
-        f"sequence {model.seq_length}, vocabulary {model.vocab_size} (padded to {model.padded_vocab_size})",
-        f"data {corpus.num_train_tokens:,} training and {corpus.num_validation_tokens:,} validation tokens, "
-        f"{len(corpus.train):,} training samples an epoch",
-        f"plan {length.total_steps:,} steps, {length.total_samples:,} samples, global batch "
-        f"{first.global_batch_size} to {last.global_batch_size} in {len(plan.phases)} phases",
-        *_warnings(plan),
-        f"at the start the loss of a model that knows nothing is ln(vocabulary) = {math.log(model.vocab_size):.4f}",
-        f"continues {checkpoint} at step {state.step}" if checkpoint else "starts from fresh weights",
-    ]
-
-
-def _warnings(plan: RunPlan) -> list[str]:
-    slow = plan.run.fp16.enabled and plan.run.megastable.training.fp16_on_cpu
-    return ["megastable.training.fp16_on_cpu: fp16 may run on a CPU, where its arithmetic is slow"] if slow else []
-
-
-def _conclusion(corpus: Corpus, last_eval_loss: float | None) -> str:
-    loss = "" if last_eval_loss is None else f"validation loss {last_eval_loss:.4f}; "
-    return (
-        f"done: {loss}unigram entropy of the text {corpus.unigram_entropy_nats:.4f} nats per token "
-        "(a loss below it has learned from context)"
-    )

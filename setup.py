@@ -16,7 +16,6 @@ setup(
     description="Stable pre-training of GPT models on DeepSpeed's pipeline engine, with a global batch ramp",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megastable", "megastable.*"]),
     install_requires=[

@@ -32,8 +32,8 @@ REFUSED_KEYS: Mapping[str, str] = {
     # learning rate
     "scheduler": "DeepSpeed's schedules count steps, which a ramp stretches; write megastable.lr_schedule",
     # layout
-    "pipeline": "write megastable.pipeline (num_stages, activation_checkpoint_interval)",
-    "activation_checkpointing": "write megastable.pipeline.activation_checkpoint_interval",
+    "pipeline": "write megastable.pipeline (num_stages, activation_checkpointing)",
+    "activation_checkpointing": "write megastable.pipeline.activation_checkpointing",
     "tensor_parallel": _TOPOLOGY,
     "expert_parallel": _TOPOLOGY,
     "sequence_parallel_size": _TOPOLOGY,

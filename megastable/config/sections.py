@@ -18,10 +18,9 @@ class PipelineConfig(Section):
     num_stages: int = Field(
         default=1, ge=1, description="Pipeline stages; the data-parallel size is world size / num_stages."
     )
-    activation_checkpoint_interval: int = Field(
-        default=0,
-        ge=0,
-        description="Recompute activations in the backward pass, in groups of this many layers; 0 keeps them all.",
+    activation_checkpointing: bool = Field(
+        default=False,
+        description="Recompute every block's activations in the backward pass instead of keeping them.",
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from megastable.core.errors import UserError
 
 MANIFEST_NAME = "manifest.json"
 PARTIAL_SUFFIX = ".partial"
+DAMAGED_SUFFIX = ".damaged"
 FORMAT_VERSION = 1
 
 
@@ -34,6 +36,8 @@ class Manifest:
     """``TrainingState.to_dict()``."""
     run: dict[str, Any]
     """The run file that the checkpoint was trained with."""
+    corpus_fingerprint: str
+    """Of the tokens and their split; other data would give the consumed samples another meaning."""
     world_size: int
     versions: dict[str, str]
     files: dict[str, int]
@@ -42,10 +46,8 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write the manifest into ``folder`` so that it survives a power cut once this returns."""
         text = json.dumps({"format_version": FORMAT_VERSION, **self.__dict__}, indent=2)
-        with open(folder / MANIFEST_NAME, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        (folder / MANIFEST_NAME).write_text(text, encoding="utf-8")
+        flush_to_disk(folder / MANIFEST_NAME, folder)
 
 
 def file_sizes(folder: Path) -> dict[str, int]:
@@ -55,6 +57,26 @@ def file_sizes(folder: Path) -> dict[str, int]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != MANIFEST_NAME
     }
+
+
+def flush_to_disk(*paths: Path) -> None:
+    """Return once files, or the names in folders, would survive a power cut."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Give a finished checkpoint its name. What stands there, because it was damaged, is moved aside."""
+    if final.exists():
+        aside = final.with_name(final.name + DAMAGED_SUFFIX)
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(final, aside)
+    os.replace(partial, final)
+    flush_to_disk(final.parent)
 
 
 def read_manifest(folder: Path) -> Manifest:

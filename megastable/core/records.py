@@ -10,7 +10,7 @@ from megastable.core.batch_rampup import Batch
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step gave; every value is the same on every rank."""
+    """What one optimizer step gave; every value but the seconds is the same on every rank."""
 
     loss: float
     """Token mean over the global batch."""

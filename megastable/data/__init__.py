@@ -2,7 +2,12 @@
 
 from megastable.data.corpus import Corpus, prepare_corpus
 from megastable.data.dataset import TokenDataset
-from megastable.data.micro_batches import MicroBatch, evaluation_micro_batches, training_micro_batches
+from megastable.data.micro_batches import (
+    MicroBatch,
+    evaluation_micro_batches,
+    num_evaluation_micro_batches,
+    training_micro_batches,
+)
 from megastable.data.sample_order import SampleOrder
 
 __all__ = [
@@ -11,6 +16,7 @@ __all__ = [
     "SampleOrder",
     "TokenDataset",
     "evaluation_micro_batches",
+    "num_evaluation_micro_batches",
     "prepare_corpus",
     "training_micro_batches",
 ]

@@ -14,6 +14,8 @@ from megastable.data.sample_order import SampleOrder
 if TYPE_CHECKING:  # torch takes seconds to import, and preparing a corpus does not need it
     from torch import Tensor
 
+EVALUATION_SEED = 0  # not the run's: evaluations of two runs see the same samples
+
 MicroBatch: TypeAlias = "tuple[Tensor, tuple[Tensor, Tensor]]"
 """``(input_ids int64 [mbs, S], (labels int64 [mbs, S], loss_denominator float32 []))``."""
 
@@ -44,17 +46,25 @@ def training_micro_batches(
 
 def evaluation_micro_batches(
     dataset: TokenDataset, micro_batch_size: int, max_samples: int, replica: int, num_replicas: int
-) -> list[MicroBatch]:
-    """One replica's share of the first ``min(len(dataset), max_samples)`` samples, in the dataset's own order.
+) -> Iterator[MicroBatch]:
+    """One replica's share of ``min(len(dataset), max_samples)`` samples: always the same, spread over the text.
 
-    Every replica gets the same number of micro-batches, all full: samples without a counting label fill them up.
-    The denominator follows the rule of ``training_micro_batches``. An empty dataset gives an empty list.
+    Every replica gets ``num_evaluation_micro_batches``, all full: samples without a counting label fill them up. The
+    denominator follows the rule of ``training_micro_batches``. An empty dataset gives nothing.
     """
     num_samples = min(len(dataset), max_samples)
-    rows_per_round = micro_batch_size * num_replicas
-    num_padded = -num_samples % rows_per_round
-    samples = [*range(num_samples), *[None] * num_padded]
-    return list(_share(dataset, samples, micro_batch_size, replica, num_replicas))
+    if num_samples == 0:
+        return iter(())
+    chosen = SampleOrder(len(dataset), EVALUATION_SEED)(np.arange(num_samples)).tolist()
+    num_padded = -num_samples % (micro_batch_size * num_replicas)
+    return _share(dataset, [*chosen, *[None] * num_padded], micro_batch_size, replica, num_replicas)
+
+
+def num_evaluation_micro_batches(
+    dataset: TokenDataset, micro_batch_size: int, max_samples: int, num_replicas: int
+) -> int:
+    """How many micro-batches each replica has in an evaluation."""
+    return -(-min(len(dataset), max_samples) // (micro_batch_size * num_replicas))
 
 
 def _share(

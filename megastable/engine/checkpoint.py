@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from importlib.metadata import version
 from pathlib import Path
@@ -10,7 +9,15 @@ from typing import Any
 
 import torch.distributed
 
-from megastable.core.checkpoint_folder import PARTIAL_SUFFIX, Manifest, file_sizes, folder_name, read_manifest
+from megastable.core.checkpoint_folder import (
+    PARTIAL_SUFFIX,
+    Manifest,
+    file_sizes,
+    flush_to_disk,
+    folder_name,
+    publish,
+    read_manifest,
+)
 from megastable.core.records import TrainingState
 from megastable.engine.random_state import load_random_state, save_random_state
 from megastable.engine.training_engine import TrainingEngine
@@ -18,13 +25,15 @@ from megastable.engine.training_engine import TrainingEngine
 RECORDED_PACKAGES = ("megastable", "torch", "deepspeed")
 
 
-def save_checkpoint(engine: TrainingEngine, checkpoints: Path, state: TrainingState, run: dict[str, Any]) -> Path:
+def save_checkpoint(
+    engine: TrainingEngine, checkpoints: Path, state: TrainingState, run: dict[str, Any], corpus_fingerprint: str
+) -> Path:
     """Write weights, optimizer, loss scaler, random states and ``state`` below ``checkpoints``; collective.
 
     The files go to a ``.partial`` folder; once all ranks are done rank 0 writes the manifest and renames it.
 
     Args:
-        run: the run file as a dictionary, kept in the manifest.
+        run, corpus_fingerprint: the run file as a dictionary, and what the data was; kept in the manifest.
 
     Returns:
         The published folder.
@@ -39,10 +48,14 @@ def save_checkpoint(engine: TrainingEngine, checkpoints: Path, state: TrainingSt
     engine.deepspeed.save_checkpoint(str(checkpoints), tag=partial.name, save_latest=False)
     save_random_state(partial, rank)
     torch.distributed.barrier()
+    if torch.distributed.get_node_local_rank() == 0:
+        flush_to_disk(*partial.rglob("*"))  # what this node has written
+    torch.distributed.barrier()
     if rank == 0:
         versions = {package: version(package) for package in RECORDED_PACKAGES}
-        Manifest(state.to_dict(), run, world_size, versions, file_sizes(partial)).write(partial)
-        os.replace(partial, final)
+        manifest = Manifest(state.to_dict(), run, corpus_fingerprint, world_size, versions, file_sizes(partial))
+        manifest.write(partial)
+        publish(partial, final)
     torch.distributed.barrier()
     return final
 

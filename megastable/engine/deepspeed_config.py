@@ -33,7 +33,7 @@ def deepspeed_config(run: RunConfig, batch: Batch, run_dir: Path, reduce_bucket_
     result["gradient_accumulation_steps"] = batch.num_microbatches
     result["zero_optimization"] = {"reduce_bucket_size": reduce_bucket_size, **config["zero_optimization"]}
     result["pipeline"] = {
-        "activation_checkpoint_interval": run.megastable.pipeline.activation_checkpoint_interval,
+        "activation_checkpoint_interval": int(run.megastable.pipeline.activation_checkpointing),
         # The reentrant form loses the gradient of an embedding inside a recomputed segment.
         "use_reentrant": False,
         # With tensor ranks these only trade sends for gathers; both have to be off together.

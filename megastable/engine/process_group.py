@@ -48,18 +48,36 @@ def connected(launch: Launch) -> Iterator[list[Peer]]:
     # in a folder that two launches race for. Training has no use for it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "gloo" if get_accelerator().device_name() == "cpu" else get_accelerator().communication_backend_name()
-    # Sub-groups do not inherit the timeout of the world group; they read this default.
-    torch.distributed.distributed_c10d.default_pg_timeout = COLLECTIVE_TIMEOUT
+    # Sub-groups do not inherit the timeout of the world group; they read these defaults.
+    c10d = torch.distributed.distributed_c10d
+    for default in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(c10d, default, COLLECTIVE_TIMEOUT)
     torch.distributed.init_process_group(
         backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=COLLECTIVE_TIMEOUT
     )
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=COLLECTIVE_TIMEOUT)
     try:
         yield _introduce(launch)
-        torch.distributed.barrier()
-    finally:
-        # Left to the interpreter's exit, a group was seen to abort the process.
+    except UserError:  # all ranks leave together
         torch.distributed.destroy_process_group()
+        raise
+    torch.distributed.barrier()
+    # Left to the interpreter's exit, a group was seen to abort the process. After a failure it is left alone: taking
+    # down a group with transfers under way can wait for ever.
+    torch.distributed.destroy_process_group()
+
+
+def check_equal_on_all_ranks(value: str, what: str) -> None:
+    """Check that every rank has the same ``value``; collective.
+
+    Raises:
+        UserError: on every rank; the ranks that differ from rank 0 are named.
+    """
+    values: list[str] = [""] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    different = [rank for rank, other in enumerate(values) if other != values[0]]
+    if different:
+        raise UserError(f"{what} is not the same on all ranks: {different} differ from rank 0")
 
 
 def missing_peers(peers: list[Peer]) -> list[Peer]:
@@ -83,12 +101,14 @@ def _prepare_device(launch: Launch) -> None:
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
         return
-    if launch.local_rank >= accelerator.device_count():
+    if accelerator.device_count() == 1 and "SLURM_PROCID" in os.environ:
+        os.environ["LOCAL_RANK"] = "0"  # SLURM may show each task its own GPU alone, as its first
+    elif launch.local_rank >= accelerator.device_count():
         raise UserError(
             f"{launch.local_world_size} processes were started on {socket.gethostname()}, "
             f"which has {accelerator.device_count()} GPU(s)"
         )
-    accelerator.set_device(launch.local_rank)
+    accelerator.set_device(int(os.environ["LOCAL_RANK"]))
 
 
 def _rendezvous(launch: Launch) -> Store:

@@ -11,12 +11,12 @@ import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from deepspeed.utils import logger as deepspeed_logger
-from torch import Tensor
 
 from megastable.config import RunConfig
 from megastable.core.batch_rampup import BatchRampup
 from megastable.core.layout import ParallelLayout
 from megastable.core.records import StepResult
+from megastable.data import MicroBatch
 from megastable.engine import upstream_fixes
 from megastable.engine.deepspeed_config import deepspeed_config
 from megastable.engine.optimizer import build_optimizer
@@ -24,8 +24,8 @@ from megastable.engine.pipeline_module import GptPipeline
 from megastable.engine.rampup_hook import BatchRampupHook
 from megastable.engine.random_state import seed_rank
 
-MicroBatch = tuple[Tensor, tuple[Tensor, Tensor]]
-"""Token ids (micro-batch, seq), and labels (micro-batch, seq) with the loss denominator (a scalar)."""
+LARGEST_BUCKET = 500_000_000
+"""Elements; DeepSpeed's own default. A small model gets a bucket of its own size, which is allocated every step."""
 
 
 class TrainingEngine:
@@ -45,7 +45,7 @@ class TrainingEngine:
         engine, optimizer, _, _ = deepspeed.initialize(
             model=module,
             optimizer=build_optimizer(module, run),
-            config=deepspeed_config(run, ramp.at(0), run_dir, reduce_bucket_size=num_parameters),
+            config=deepspeed_config(run, ramp.at(0), run_dir, reduce_bucket_size=min(num_parameters, LARGEST_BUCKET)),
             dist_init_required=False,
         )
         upstream_fixes.grow_loss_scale_after_update(optimizer)
@@ -90,14 +90,13 @@ class TrainingEngine:
             step_seconds=step_seconds,
         )
 
-    def evaluate(self, micro_batches: list[MicroBatch]) -> float:
-        """Token mean of the loss over ``micro_batches`` of all replicas, without dropout; training is left as it was.
+    def evaluate(self, micro_batches: Iterator[MicroBatch] | None, num_micro_batches: int) -> float:
+        """Token mean of the loss over the micro-batches of all replicas, without dropout; training is left as it was.
 
         Args:
-            micro_batches: of the current micro-batch size; the same number on every rank.
+            micro_batches: ``num_micro_batches`` items of the current micro-batch size on ranks that need data.
         """
-        loss = self.deepspeed.eval_batch(iter(micro_batches), num_micro_batches=len(micro_batches))
-        return float(loss)
+        return float(self.deepspeed.eval_batch(micro_batches, num_micro_batches=num_micro_batches))
 
 
 class SilentMonitor:

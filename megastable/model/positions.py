@@ -1,7 +1,8 @@
 """Where a token stands: rotary tables and the attention bias (causal mask, ALiBi). Learned positions are a layer.
 
 Both objects are built once per process and shared by all blocks. They are no buffers of a module: a model that is
-cast to 16 bits would round its buffers, and positions are not to be rounded.
+cast to 16 bits would round its buffers, and rotations are not to be rounded. (The fused attention kernel takes the bias
+in the format of its inputs: bf16 rounds an ALiBi penalty to 8 bits, which falls where it is large.)
 """
 
 from __future__ import annotations

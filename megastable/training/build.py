@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megastable.core.checkpoint_folder import Manifest, read_manifest
 from megastable.core.errors import UserError
 from megastable.core.launch import Launch
 from megastable.core.records import TrainingState
 from megastable.data import Corpus, prepare_corpus
 from megastable.engine.checkpoint import load_checkpoint, save_checkpoint
-from megastable.engine.failure import report_and_exit
-from megastable.engine.process_group import Peer, connected
+from megastable.engine.failure import reporting_failures
+from megastable.engine.process_group import check_equal_on_all_ranks, connected
 from megastable.engine.training_engine import TrainingEngine
-from megastable.engine.upstream_fixes import check_fp16_support
 from megastable.training.console import make_display
 from megastable.training.loop import train_steps
 from megastable.training.recorder import Recorder, SilentRecorder
@@ -28,23 +28,29 @@ def train(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | N
         checkpoint: a complete checkpoint that has been checked against the run, or None for fresh weights.
 
     Raises:
-        UserError: fp16 is not to be had, or the data cannot be read or does not fit the model; raised on every rank,
-            before they connect.
+        UserError: the data cannot be read, does not fit the model or is not the checkpoint's; fp16 is not to be had;
+            the ranks do not agree on the data. Nothing is written into the run folder then.
     """
     settings = plan.run.megastable
-    check_fp16_support(plan.run)
     corpus = prepare_corpus(settings.data, settings.model, show_progress=launch.rank == 0)
-    if launch.rank == 0:
-        folder.write_config(plan.run)
-    peers: list[Peer] = []
-    try:
-        with connected(launch) as members:
-            peers.extend(members)
-            _train_connected(plan, launch, folder, checkpoint, corpus)
-    except UserError:
-        raise
-    except Exception as error:
-        report_and_exit(error, launch.rank, plan.layout, peers)
+    if checkpoint is not None:
+        check_same_corpus(read_manifest(checkpoint), corpus)
+    with connected(launch) as peers, reporting_failures(launch.rank, plan.layout, peers):
+        check_equal_on_all_ranks(corpus.fingerprint, "the tokenised corpus of megastable.data")
+        _train_connected(plan, launch, folder, checkpoint, corpus)
+
+
+def check_same_corpus(manifest: Manifest, corpus: Corpus) -> None:
+    """Refuse to continue a checkpoint on other data: token ids and sample order would mean something else.
+
+    Raises:
+        UserError: the tokens or their split are not those that the checkpoint was trained on.
+    """
+    if manifest.corpus_fingerprint != corpus.fingerprint:
+        raise UserError(
+            "This run cannot continue the checkpoint: the tokenised corpus of megastable.data is not the one it was "
+            "trained on. Text files, tokenizer or (for the source stdlib) Python have changed since."
+        )
 
 
 def _train_connected(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | None, corpus: Corpus) -> None:
@@ -52,6 +58,8 @@ def _train_connected(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoin
     state = TrainingState()
     if checkpoint is not None:
         state = load_checkpoint(engine, checkpoint)
+    if launch.rank == 0:
+        folder.write_config(plan.run)
     recorder = _make_recorder(plan, launch, folder, engine, state)
     with recorder:
         for line in introduction(plan, corpus, folder, checkpoint, state):
@@ -63,7 +71,7 @@ def _train_connected(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoin
             corpus,
             state,
             recorder,
-            save=lambda reached: save_checkpoint(engine, folder.checkpoints, reached, saved_run),
+            save=lambda reached: save_checkpoint(engine, folder.checkpoints, reached, saved_run, corpus.fingerprint),
         )
         recorder.note(conclusion(corpus, last_eval_loss))
 

@@ -7,7 +7,13 @@ from pathlib import Path
 
 from megastable.core.batch_rampup import Batch
 from megastable.core.records import TrainingState
-from megastable.data import Corpus, SampleOrder, evaluation_micro_batches, training_micro_batches
+from megastable.data import (
+    Corpus,
+    SampleOrder,
+    evaluation_micro_batches,
+    num_evaluation_micro_batches,
+    training_micro_batches,
+)
 from megastable.engine.training_engine import TrainingEngine
 from megastable.training.metrics import StepMetrics
 from megastable.training.recorder import Recorder, SilentRecorder
@@ -54,15 +60,15 @@ def train_steps(
 
 def evaluate(plan: RunPlan, engine: TrainingEngine, corpus: Corpus, batch: Batch) -> float:
     """Token mean of the validation loss, in micro-batches of the current size. Collective."""
-    return engine.evaluate(
-        evaluation_micro_batches(
-            corpus.validation,
-            batch.micro_batch_size,
-            plan.run.megastable.training.eval_samples,
-            engine.replica,
-            plan.layout.data_parallel_size,
-        )
+    size, most, replicas = (
+        batch.micro_batch_size,
+        plan.run.megastable.training.eval_samples,
+        plan.layout.data_parallel_size,
     )
+    data = (
+        evaluation_micro_batches(corpus.validation, size, most, engine.replica, replicas) if engine.needs_data else None
+    )
+    return engine.evaluate(data, num_evaluation_micro_batches(corpus.validation, size, most, replicas))
 
 
 def _is_due(step: int, interval: int, is_last: bool) -> bool:

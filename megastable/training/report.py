@@ -18,6 +18,8 @@ def introduction(
     layout, model, length = plan.layout, plan.run.megastable.model, plan.length
     sizes = sorted({phase.batch.global_batch_size for phase in plan.phases})
     batch = f"{sizes[0]} to {sizes[-1]} in {len(plan.phases)} phases" if len(sizes) > 1 else f"{sizes[0]}"
+    warmup = plan.lr_schedule.warmup_samples
+    short_run = warmup > length.last_step_start
     slow_fp16 = plan.run.fp16.enabled and plan.run.megastable.training.fp16_on_cpu
     return [
         f"run folder {folder.path}",
@@ -26,7 +28,9 @@ def introduction(
         f"sequence {model.seq_length}, vocabulary {model.vocab_size} (padded to {model.padded_vocab_size})",
         f"data {corpus.num_train_tokens:,} training and {corpus.num_validation_tokens:,} validation tokens, "
         f"{len(corpus.train):,} training samples an epoch",
+        f"tokenizer of {corpus.vocab_size:,} tokens in {corpus.tokenizer_path}",
         f"plan {length.total_steps:,} steps, {length.total_samples:,} samples, global batch {batch}",
+        *([f"the warmup of {warmup:,} samples does not end within this run"] if short_run else []),
         *(["fp16 on a CPU as megastable.training.fp16_on_cpu allows: its arithmetic is slow"] if slow_fp16 else []),
         f"references: ln(vocabulary) = {math.log(model.vocab_size):.4f} is the loss of a model that knows nothing, "
         f"{corpus.unigram_entropy_nats:.4f} of one that knows how frequent each token is",

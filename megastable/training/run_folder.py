@@ -33,10 +33,15 @@ class RunFolder:
         Raises:
             UserError: the folder holds a run.
         """
-        if self.metrics.exists() or step_folders(self.checkpoints):
+        if step_folders(self.checkpoints):
             raise UserError(
                 f"{self.path} already holds a run. Continue it with --resume, or write to another folder with "
                 "--run-dir PATH"
+            )
+        if self.metrics.exists() and self.metrics.stat().st_size > 0:
+            raise UserError(
+                f"{self.path} already holds a run, which saved no checkpoint. Remove the folder, or write to another "
+                "one with --run-dir PATH"
             )
 
     def write_config(self, run: RunConfig) -> None:
@@ -98,7 +103,7 @@ def check_continues(manifest: Manifest, run: RunConfig, world_size: int, warn: C
     Raises:
         UserError: the layout or a key on which the checkpoint's meaning depends differs; all of them are named.
     """
-    stages = manifest.run["megastable"]["pipeline"].get("num_stages", 1)
+    stages = manifest.run.get("megastable", {}).get("pipeline", {}).get("num_stages", 1)
     faults = []
     if manifest.world_size != world_size:
         faults.append(

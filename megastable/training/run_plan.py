@@ -42,7 +42,7 @@ class RunPlan:
         phases = ramp.phases(total_samples=sections.training.total_samples, total_steps=sections.training.total_steps)
         length = RunLength.of(phases)
         shape = model_shape(sections.model)
-        recomputed = sections.model.num_layers if sections.pipeline.activation_checkpoint_interval else 0
+        recomputed = sections.model.num_layers if sections.pipeline.activation_checkpointing else 0
         return cls(
             run=run,
             layout=layout,

@@ -108,6 +108,18 @@ def test_a_rank_with_an_error_is_named_with_its_trace(tmp_path: Path) -> None:
     assert "rank 1 (stage 1, replica 0) failed: RuntimeError: made to fail" in failed.stdout, failed.stdout[-4000:]
 
 
+def test_a_resume_on_other_data_is_refused(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path, **{**RUN, "megastable__training": {"total_steps": 4}})
+    command = train_command([sys.executable], run_file, tmp_path / "run", "--set", "megastable.pipeline.num_stages=1")
+    first = run_bounded(command, 120)
+    assert first.returncode == 0, first.stdout[-4000:]
+    (tmp_path / "text" / "more.txt").write_text("a document that was not there before")
+    config = (tmp_path / "run" / "config.json").read_text()
+    refused = run_bounded([*command, "--resume", "--set", "optimizer.params.lr=0.5"], 120)
+    assert refused.returncode == 2 and "tokenised corpus" in refused.stdout, refused.stdout[-4000:]
+    assert (tmp_path / "run" / "config.json").read_text() == config
+
+
 def test_slurm_variables_are_enough(tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path, **{**RUN, "megastable__training": {"total_steps": 2}})
     variables = {
@@ -193,5 +205,5 @@ def test_a_used_run_folder_is_not_written_over(tmp_path: Path) -> None:
         train_command([sys.executable], write_run_file(tmp_path, **{**RUN, "megastable__pipeline": {}}), old.parent),
         cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert refused.returncode == 2 and "--resume" in refused.stderr
+    assert refused.returncode == 2 and "--run-dir" in refused.stderr
     assert old.read_text() == '{"step": 1}\n'

@@ -40,7 +40,11 @@ def steps_of_precisions() -> dict[str, Any]:
     results = {}
     for name, changes in PRECISIONS.items():
         plan, engine = build_engine(tiny_run(**CPU_FP16, **changes, gradient_clipping=0.0))
-        results[name] = {"rows": train(plan, engine, NUM_STEPS)[1], "copies_equal": tied_copies_equal(engine)}
+        results[name] = {
+            "rows": train(plan, engine, NUM_STEPS)[1],
+            "copies_equal": tied_copies_equal(engine),
+            "travels_as": str(engine.deepspeed.communication_data_type),
+        }
     return results
 
 
@@ -70,6 +74,12 @@ def test_sixteen_bits_follow_fp32(precisions: dict[str, Any], name: str) -> None
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_tied_copies_stay_equal(precisions: dict[str, Any], name: str) -> None:
     assert precisions[name]["copies_equal"]
+
+
+def test_fp32_sums_travel_in_fp32(precisions: dict[str, Any]) -> None:
+    for name, changes in PRECISIONS.items():
+        if changes.get("data_types"):
+            assert precisions[name]["travels_as"] == "torch.float32", name
 
 
 def test_a_step_that_grows_the_scale_applies_its_whole_gradient(precisions: dict[str, Any]) -> None:

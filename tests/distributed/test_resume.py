@@ -34,7 +34,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp16, fp32 sums, recomputed": {
         "fp16": {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 3},
         "data_types": {"grad_accum_dtype": "fp32"},
-        "megastable__pipeline__activation_checkpoint_interval": 1,
+        "megastable__pipeline__activation_checkpointing": True,
     },
 }
 SAVE_AT, NUM_STEPS = 5, 9  # step 5 lies within the phase of batch 8
@@ -55,7 +55,7 @@ def interrupted_and_not(num_stages: int, folder: str) -> dict[str, Any]:
         plan, engine = build_engine(run)
         state, first = train(plan, engine, SAVE_AT)
         checkpoints = Path(folder) / name
-        published = save_checkpoint(engine, checkpoints, state, {})
+        published = save_checkpoint(engine, checkpoints, state, {}, "corpus")
         assert newest_complete(checkpoints, warn=print) == published == checkpoints / folder_name(SAVE_AT)
 
         plan, engine = build_engine(run)
@@ -95,7 +95,7 @@ def _evaluate_twice(plan: RunPlan, engine: TrainingEngine, losses: list[list[flo
         size = plan.run.megastable.model
         last_batch = plan.ramp.at(state.consumed_samples - 1)
         data = list(micro_batches(last_batch, 10_000, engine.replica, 1, size.seq_length, size.vocab_size))
-        losses.append([engine.evaluate(data), engine.evaluate(data)])
+        losses.append([engine.evaluate(iter(data), len(data)) for _ in range(2)])
 
 
 def test_evaluation_leaves_training_bit_identical() -> None:
@@ -113,7 +113,7 @@ def settings_after_load(folder: str) -> dict[str, Any]:
     common = {"megastable__pipeline__num_stages": 2, "megastable__training__fp16_on_cpu": True}
     plan, engine = build_engine(tiny_run(**common, fp16=fp16, gradient_clipping=0.5))
     state, _ = train(plan, engine, 4)
-    saved = save_checkpoint(engine, Path(folder), state, run_dict())
+    saved = save_checkpoint(engine, Path(folder), state, run_dict(), "corpus")
     scale = engine.deepspeed.optimizer.loss_scale
 
     optimizer = {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.8, 0.9], "weight_decay": 0.3}}

@@ -26,7 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "megastable__model__position_embedding": "alibi",
         "megastable__model__embedding_norm": True,
         "megastable__batch_rampup": {"steps": [[0, 4], [12, 8], [28, 16]], "micro_batch_size_steps": [[8, 2]]},
-        "megastable__pipeline__activation_checkpoint_interval": 1,
+        "megastable__pipeline__activation_checkpointing": True,
     },
     "no clipping": {"gradient_clipping": 0.0},
 }

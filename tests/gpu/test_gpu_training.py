@@ -41,7 +41,7 @@ def steps_on_the_gpu() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained() -> dict[str, Any]:
-    return run_ranks(steps_on_the_gpu, world_size=1)[0]
+    return run_ranks(steps_on_the_gpu, world_size=1, accelerator="cuda")[0]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from megastable.data import (
     SampleOrder,
     TokenDataset,
     evaluation_micro_batches,
+    num_evaluation_micro_batches,
     training_micro_batches,
 )
 
@@ -128,16 +129,16 @@ def test_items_share_no_memory() -> None:
 
 @given(num_tokens=st.integers(0, 80), micro_batch_size=SIZES, num_replicas=SIZES, max_samples=st.integers(1, 20))
 @settings(deadline=None)
-def test_evaluation_is_the_token_mean_of_the_first_samples_with_equal_work_for_every_replica(
+def test_evaluation_is_the_token_mean_of_its_samples_with_equal_work_for_every_replica(
     num_tokens: int, micro_batch_size: int, num_replicas: int, max_samples: int
 ) -> None:
     dataset = tokens_in_a_row(num_tokens)
     num_samples = min(len(dataset), max_samples)
     replicas = [
-        evaluation_micro_batches(dataset, micro_batch_size, max_samples, replica, num_replicas)
+        list(evaluation_micro_batches(dataset, micro_batch_size, max_samples, replica, num_replicas))
         for replica in range(num_replicas)
     ]
-    num_microbatches = -(-num_samples // (micro_batch_size * num_replicas))
+    num_microbatches = num_evaluation_micro_batches(dataset, micro_batch_size, max_samples, num_replicas)
     assert [len(items) for items in replicas] == [num_microbatches] * num_replicas
     counted = []
     for items in replicas:
@@ -147,12 +148,21 @@ def test_evaluation_is_the_token_mean_of_the_first_samples_with_equal_work_for_e
             assert denominator > 0
             assert (input_ids[(labels == IGNORED_LABEL).all(dim=1)] == EOD).all()
             counted += labels[labels != IGNORED_LABEL].tolist()
-    last = min(num_tokens - 1, num_samples * SEQ_LENGTH)
-    assert sorted(counted) == list(range(1, last + 1))
+    chosen = sorted({(token - 1) // SEQ_LENGTH for token in counted})
+    assert len(chosen) == num_samples
+    assert len(counted) == sum(dataset.valid_tokens(sample) for sample in chosen)
     if num_samples:
-        expected = token_mean(dataset, list(range(num_samples)))
+        expected = token_mean(dataset, chosen)
         assert mean_of_means(replicas) == pytest.approx(expected, rel=1e-6)
 
 
 def test_an_empty_validation_split_has_no_micro_batches() -> None:
-    assert evaluation_micro_batches(tokens_in_a_row(0), 2, 100, replica=1, num_replicas=2) == []
+    assert list(evaluation_micro_batches(tokens_in_a_row(0), 2, 100, replica=1, num_replicas=2)) == []
+    assert num_evaluation_micro_batches(tokens_in_a_row(0), 2, 100, num_replicas=2) == 0
+
+
+def test_evaluation_samples_are_spread_over_the_text_and_always_the_same() -> None:
+    dataset = tokens_in_a_row(1000)
+    first, second = ([ids.tolist() for ids, _ in evaluation_micro_batches(dataset, 1, 20, 0, 1)] for _ in range(2))
+    assert first == second
+    assert max(ids[0][0] for ids in first) > 500

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.support.ranks import REPOSITORY
+from tests.support.ranks import CPU_ONLY, REPOSITORY
 from tests.support.tiny_run import run_dict
 
 TRAIN = ["launch/train.py"]
@@ -39,7 +39,7 @@ def write_run_file(folder: Path, **changes: Any) -> Path:
 
 def start(command: list[str], environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
     """Start a launch in a process group of its own; output and errors come together in ``stdout``."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    variables = {**os.environ, **CPU_ONLY, **(environment or {})}
     return subprocess.Popen(
         command, cwd=REPOSITORY, env=variables, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

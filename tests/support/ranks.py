@@ -13,10 +13,15 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
+CPU_ONLY = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}  # also on a machine with GPUs
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, timeout_seconds: float = 240, **arguments: Any
+    function: Callable[..., Any],
+    world_size: int,
+    timeout_seconds: float = 240,
+    accelerator: str = "cpu",
+    **arguments: Any,
 ) -> list[Any]:
     """Call ``function(**arguments)`` on every rank; returns what each rank returned (JSON values), by rank.
 
@@ -29,7 +34,7 @@ def run_ranks(
             f"--nproc_per_node={world_size}",
             "-m", "tests.support.rank_worker", f"{function.__module__}:{function.__qualname__}", folder,
         ]  # fmt: skip
-        finished = run_bounded(command, timeout_seconds)
+        finished = run_bounded(command, timeout_seconds, {"DS_ACCELERATOR": accelerator})
         assert finished.returncode == 0, finished.stdout[-6000:]
         return [json.loads((Path(folder) / f"rank_{rank}.json").read_text()) for rank in range(world_size)]
 
@@ -41,7 +46,7 @@ def run_bounded(
 
     Output and errors come together in ``stdout``.
     """
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    variables = {**os.environ, **CPU_ONLY, **(environment or {})}
     process = subprocess.Popen(
         command, cwd=REPOSITORY, env=variables, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -18,6 +18,7 @@ from megastable.core.checkpoint_folder import (
     file_sizes,
     folder_name,
     newest_complete,
+    publish,
     read_manifest,
     step_folders,
 )
@@ -48,6 +49,7 @@ def manifest_of(step: int, folder: Path) -> Manifest:
     return Manifest(
         state={"step": step, "consumed_samples": 8 * step},
         run={"megastable": {"training": {"seed": 1}}},
+        corpus_fingerprint="abc",
         world_size=2,
         versions={"torch": "2.13.0"},
         files=file_sizes(folder),
@@ -232,3 +234,13 @@ def test_sizes_are_those_of_all_files_but_the_manifest(tmp_path: Path) -> None:
     for name, size in {"z": 1, "a": 2, "b/c/d": 3, MANIFEST_NAME: 4}.items():
         (tmp_path / name).write_bytes(b"x" * size)
     assert file_sizes(tmp_path) == {"z": 1, "a": 2, "b/c/d": 3}
+
+
+def test_publishing_over_a_damaged_checkpoint_moves_it_aside(tmp_path: Path) -> None:
+    for content in ("damaged", "damaged again", "whole"):
+        partial = tmp_path / "step_00000020.partial"
+        partial.mkdir()
+        (partial / "weights").write_text(content)
+        publish(partial, tmp_path / folder_name(20))
+    assert (tmp_path / folder_name(20) / "weights").read_text() == "whole"
+    assert [path.name for path in step_folders(tmp_path)] == [folder_name(20)]

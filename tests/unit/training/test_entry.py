@@ -69,7 +69,7 @@ def test_a_used_folder_is_not_written_over(
     assert folder is not None
     checkpoint = folder / "checkpoints" / "step_00000001"
     checkpoint.mkdir(parents=True)
-    Manifest({"step": 1}, run_as_dict(tiny_run()), 1, {}, {}).write(checkpoint)
+    Manifest({"step": 1}, run_as_dict(tiny_run()), "", 1, {}, {}).write(checkpoint)
     (folder / "metrics.jsonl").write_text("{}\n")
     request = changed(request_of_tiny_run, load=checkpoint) if load else request_of_tiny_run
     assert "already holds a run" in refusal(request, capsys)
@@ -82,7 +82,7 @@ def test_another_run_does_not_resume_a_checkpoint(
     assert request_of_tiny_run.run_dir is not None
     checkpoint = request_of_tiny_run.run_dir / "checkpoints" / "step_00000001"
     checkpoint.mkdir(parents=True)
-    Manifest({"step": 1}, run_as_dict(tiny_run(megastable__training__seed=8)), 1, {}, {}).write(checkpoint)
+    Manifest({"step": 1}, run_as_dict(tiny_run(megastable__training__seed=8)), "", 1, {}, {}).write(checkpoint)
     text = refusal(changed(request_of_tiny_run, resume=True), capsys)
     assert "megastable.training.seed: 8 in the checkpoint, 7 now" in text
 

@@ -31,7 +31,7 @@ SHIPPED = sorted(path for path in RUN_FILES.glob("*.json") if not path.name.ends
 def write_checkpoint(run: RunConfig, folder: Path, world_size: int = 1) -> Path:
     """A complete checkpoint without weights."""
     folder.mkdir(parents=True)
-    Manifest({"step": 1}, run_as_dict(run), world_size, {}, {}).write(folder)
+    Manifest({"step": 1}, run_as_dict(run), "", world_size, {}, {}).write(folder)
     return folder
 
 
@@ -56,14 +56,21 @@ def test_a_folder_whose_run_never_took_a_step_is_unused(tmp_path: Path) -> None:
     folder.check_unused()
 
 
+def test_a_run_that_ended_before_its_first_step_left_nothing_to_protect(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text("")
+    folder.check_unused()
+
+
 @pytest.mark.parametrize("left", ["metrics", "checkpoint"])
 def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path, left: str) -> None:
     folder = RunFolder(tmp_path)
     if left == "metrics":
-        folder.metrics.write_text("")
+        folder.metrics.write_text('{"step": 1}\n')
     else:
         (folder.checkpoints / "step_00000010").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"--resume.*--run-dir") as caught:
+    advice = "Remove the folder.*--run-dir" if left == "metrics" else "--resume.*--run-dir"
+    with pytest.raises(UserError, match=advice) as caught:
         folder.check_unused()
     assert str(tmp_path) in str(caught.value)
 
@@ -236,7 +243,7 @@ FREE_CHANGES: dict[str, dict[str, Any]] = {
     "megastable.training.eval_interval": {"megastable__training__eval_interval": 3},
     "megastable.checkpoint.save_interval": {"megastable__checkpoint__save_interval": 77},
     "megastable.logging.interval": {"megastable__logging__interval": 77},
-    "megastable.pipeline.activation_checkpoint_interval": {"megastable__pipeline__activation_checkpoint_interval": 1},
+    "megastable.pipeline.activation_checkpointing": {"megastable__pipeline__activation_checkpointing": True},
     "fp16.initial_scale_power": {"fp16__initial_scale_power": 5},
 }
 

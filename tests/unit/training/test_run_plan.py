@@ -237,7 +237,7 @@ def test_operation_counts_of_the_file_by_hand() -> None:
 
 
 def test_activation_checkpointing_costs_hardware_flops_only() -> None:
-    plan, recomputing = plan_of(), plan_of(megastable__pipeline__activation_checkpoint_interval=1)
+    plan, recomputing = plan_of(), plan_of(megastable__pipeline__activation_checkpointing=True)
     assert recomputing.model_flops_per_sample == plan.model_flops_per_sample
     block = 4 * 2 * 16 * 32 * 32 + 2 * (4 * 2 * 16 * 8 * 16) + 2 * (2 * 16 * 32 * 128)
     assert recomputing.hardware_flops_per_sample == plan.hardware_flops_per_sample + 4 * block

@@ -39,7 +39,6 @@ class TrainingEngine:
 
     def __init__(self, run: RunConfig, layout: ParallelLayout, ramp: BatchRampup, run_dir: Path) -> None:
         deepspeed_logger.setLevel(logging.WARNING)
-        upstream_fixes.check_fp16_support(run)
         module = GptPipeline(run, layout)
         num_parameters = sum(parameter.numel() for parameter in module.parameters())
         engine, optimizer, _, _ = deepspeed.initialize(

@@ -13,6 +13,7 @@ from megastable.engine.checkpoint import load_checkpoint, save_checkpoint
 from megastable.engine.failure import reporting_failures
 from megastable.engine.process_group import check_equal_on_all_ranks, connected
 from megastable.engine.training_engine import TrainingEngine
+from megastable.engine.upstream_fixes import check_fp16_support
 from megastable.training.console import make_display
 from megastable.training.loop import train_steps
 from megastable.training.recorder import Recorder, SilentRecorder
@@ -32,6 +33,7 @@ def train(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | N
             the ranks do not agree on the data. Nothing is written into the run folder then.
     """
     settings = plan.run.megastable
+    check_fp16_support(plan.run)
     corpus = prepare_corpus(settings.data, settings.model, show_progress=launch.rank == 0)
     if checkpoint is not None:
         check_same_corpus(read_manifest(checkpoint), corpus)

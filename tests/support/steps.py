@@ -13,12 +13,14 @@ import torch.distributed
 from megastable.config import RunConfig
 from megastable.core.records import TrainingState
 from megastable.engine.training_engine import TrainingEngine
+from megastable.engine.upstream_fixes import check_fp16_support
 from megastable.training.run_plan import RunPlan
 from tests.support.tokens import micro_batches
 
 
 def build_engine(run: RunConfig) -> tuple[RunPlan, TrainingEngine]:
     """The real engine of ``run`` on the world of this process."""
+    check_fp16_support(run)
     plan = RunPlan.of(run, torch.distributed.get_world_size())
     return plan, TrainingEngine(run, plan.layout, plan.ramp, Path(tempfile.gettempdir()))
 

@@ -47,8 +47,8 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, bias: AttentionBias, dropout
 def auto_attention(q: Tensor, k: Tensor, v: Tensor, bias: AttentionBias, dropout: float) -> Tensor:
     """The fastest that was measured for this device; arguments as ``math_attention``.
 
-    The fused kernel beat the plain product at every length. Most CPUs only emulate 16-bit products, so there it runs in
-    fp32 between two casts, several times faster (benchmarks/LOG.md).
+    The fused kernel was nowhere slower than the plain product. Most CPUs only emulate 16-bit products, so there it runs
+    in fp32 between two casts, several times faster (benchmarks/LOG.md).
     """
     if q.device.type == "cpu" and q.dtype != torch.float32:
         return sdpa_attention(q.float(), k.float(), v.float(), bias, dropout).to(q.dtype)

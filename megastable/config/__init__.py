@@ -32,6 +32,7 @@ from megastable.config.sections import (
     InitConfig,
     LoggingConfig,
     PipelineConfig,
+    TensorParallelConfig,
     TrainingConfig,
 )
 
@@ -59,6 +60,7 @@ __all__ = [
     "RunConfig",
     "SourceConfig",
     "StdlibSourceConfig",
+    "TensorParallelConfig",
     "TextSourceConfig",
     "TokenizerConfig",
     "TrainingConfig",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megastable.config.data import SMALLEST_BYTE_VOCAB, BpeTokenizerConfig, BytesTokenizerConfig, DataConfig
 from megastable.config.faults import Fault
 from megastable.config.model import ModelConfig
-from megastable.config.sections import InitConfig, PipelineConfig, TrainingConfig
+from megastable.config.sections import InitConfig, PipelineConfig, TensorParallelConfig, TrainingConfig
 
 
 def heads_divide_hidden_size(model: ModelConfig) -> Iterator[Fault]:
@@ -51,13 +51,16 @@ def every_stage_has_a_layer(model: ModelConfig, pipeline: PipelineConfig) -> Ite
         )
 
 
-def world_size_holds_whole_replicas(training: TrainingConfig, pipeline: PipelineConfig) -> Iterator[Fault]:
-    """World size = stages x data-parallel replicas."""
-    if training.world_size is not None and training.world_size % pipeline.num_stages:
+def world_size_holds_whole_replicas(
+    training: TrainingConfig, pipeline: PipelineConfig, tensor_parallel: TensorParallelConfig
+) -> Iterator[Fault]:
+    """World size = stages x data-parallel replicas x tensor size."""
+    if training.world_size is not None and training.world_size % (pipeline.num_stages * tensor_parallel.size):
         yield Fault(
             "megastable.training.world_size",
             training.world_size,
-            f"must be a multiple of megastable.pipeline.num_stages ({pipeline.num_stages})",
+            f"must be a multiple of megastable.pipeline.num_stages ({pipeline.num_stages}) x "
+            f"megastable.tensor_parallel.size ({tensor_parallel.size})",
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import get_type_hints
 
-from megastable.config import model_rules, run_rules
+from megastable.config import model_rules, run_rules, tensor_rules
 from megastable.config.faults import Fault
 from megastable.config.section import Section
 
@@ -21,6 +21,9 @@ RULES: tuple[Rule, ...] = (
     model_rules.bpe_fits_the_model,
     model_rules.bytes_fit_the_model,
     model_rules.evaluation_needs_validation_data,
+    tensor_rules.tensor_ranks_divide_the_model,
+    tensor_rules.tensor_ranks_divide_kv_heads,
+    tensor_rules.sequence_parallel_needs_tensor_ranks,
     run_rules.ramp_has_one_form,
     run_rules.ramp_reaches_final,
     run_rules.ramp_steps_rise,

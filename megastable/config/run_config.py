@@ -26,6 +26,7 @@ from megastable.config.sections import (
     InitConfig,
     LoggingConfig,
     PipelineConfig,
+    TensorParallelConfig,
     TrainingConfig,
 )
 
@@ -36,6 +37,9 @@ class MegastableConfig(Section):
     model: ModelConfig = Field(description="The model's shape and parts.")
     pipeline: PipelineConfig = Field(
         default_factory=PipelineConfig, description="How the layers are spread over pipeline stages."
+    )
+    tensor_parallel: TensorParallelConfig = Field(
+        default_factory=TensorParallelConfig, description="How every layer is split over neighbouring processes."
     )
     batch_rampup: BatchRampupConfig = Field(description="How the global batch grows with the samples consumed.")
     lr_schedule: LrScheduleConfig = Field(

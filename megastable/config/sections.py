@@ -16,11 +16,28 @@ class PipelineConfig(Section):
     """How the layers are spread over pipeline stages."""
 
     num_stages: int = Field(
-        default=1, ge=1, description="Pipeline stages; the data-parallel size is world size / num_stages."
+        default=1,
+        ge=1,
+        description="Pipeline stages; the data-parallel size is world size / (num_stages x tensor_parallel.size).",
     )
     activation_checkpointing: bool = Field(
         default=False,
         description="Recompute every block's activations in the backward pass instead of keeping them.",
+    )
+
+
+class TensorParallelConfig(Section):
+    """How every layer is split over neighbouring processes."""
+
+    size: int = Field(
+        default=1,
+        ge=1,
+        description="Processes that share every layer, best within one node; "
+        "the data-parallel size is world size / (num_stages x size).",
+    )
+    sequence_parallel: bool = Field(
+        default=False,
+        description="Split what lies between the layers along the sequence, which saves activation memory.",
     )
 
 

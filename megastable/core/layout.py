@@ -1,4 +1,4 @@
-"""How the processes of a run are laid out over pipeline stages and data-parallel replicas."""
+"""How the processes of a run are laid out over pipeline stages, data-parallel replicas and tensor ranks."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ from megastable.core.errors import UserError
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """world = stages x replicas. Ranks of one stage are neighbours: rank = stage * replicas + replica."""
+    """world = stages x replicas x tensor. rank = (stage * replicas + replica) * tensor size + tensor rank.
+
+    The tensor ranks of a layer, which send the most, are neighbours, so that they share a node.
+    """
 
     num_stages: int
     data_parallel_size: int
+    tensor_parallel_size: int = 1
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.num_stages * self.data_parallel_size
+        return self.num_stages * self.data_parallel_size * self.tensor_parallel_size
 
     @classmethod
-    def of_world(cls, world_size: int, num_stages: int, expected_world_size: int | None = None) -> ParallelLayout:
+    def of_world(
+        cls, world_size: int, num_stages: int, tensor_parallel_size: int = 1, expected_world_size: int | None = None
+    ) -> ParallelLayout:
         """The layout of ``world_size`` processes.
 
         Raises:
-            UserError: another world size was asked for, or the stages do not divide it.
+            UserError: another world size was asked for, or stages x tensor size does not divide it.
         """
         if expected_world_size is not None and world_size != expected_world_size:
             raise UserError(
@@ -32,19 +38,22 @@ class ParallelLayout:
                 f"{expected_world_size}. Did every node and slot of the launch (hostfile, --num_nodes, --num_gpus) "
                 "take part?"
             )
-        if world_size % num_stages:
-            lower, upper = world_size // num_stages * num_stages, (world_size // num_stages + 1) * num_stages
+        replica = num_stages * tensor_parallel_size
+        if world_size % replica:
+            lower, upper = world_size // replica * replica, (world_size // replica + 1) * replica
             raise UserError(
-                f"The world size {world_size} is not megastable.pipeline.num_stages ({num_stages}) x a whole number "
-                f"of data-parallel replicas. Launch {f'{lower} or ' if lower else ''}{upper} processes, or set "
-                f"num_stages to a divisor of {world_size}."
+                f"The world size {world_size} is not megastable.pipeline.num_stages ({num_stages}) x "
+                f"megastable.tensor_parallel.size ({tensor_parallel_size}) x a whole number of data-parallel replicas. "
+                f"Launch {f'{lower} or ' if lower else ''}{upper} processes, or choose stages and tensor size whose "
+                f"product divides {world_size}."
             )
-        return cls(num_stages, world_size // num_stages)
+        return cls(num_stages, world_size // replica, tensor_parallel_size)
 
     def describe(self, rank: int) -> str:
         """A rank's name for people: where in the layout it stands."""
-        stage, replica = divmod(rank, self.data_parallel_size)
-        return f"rank {rank} (stage {stage}, replica {replica})"
+        replica_rank, tensor = divmod(rank, self.tensor_parallel_size)
+        stage, replica = divmod(replica_rank, self.data_parallel_size)
+        return f"rank {rank} (stage {stage}, replica {replica}, tensor {tensor})"
 
 
 def stage_bounds(num_layers: int, num_stages: int, layers_before: int, layers_after: int) -> list[int]:

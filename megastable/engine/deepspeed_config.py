@@ -36,7 +36,7 @@ def deepspeed_config(run: RunConfig, batch: Batch, run_dir: Path, reduce_bucket_
         "activation_checkpoint_interval": int(run.megastable.pipeline.activation_checkpointing),
         # The reentrant form loses the gradient of an embedding inside a recomputed segment.
         "use_reentrant": False,
-        # With tensor ranks these only trade sends for gathers; both have to be off together.
+        # With tensor ranks these trade sends for gathers; one of them alone fails or hangs, so both are off.
         "pipe_partitioned": False,
         "grad_partitioned": False,
     }

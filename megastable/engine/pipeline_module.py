@@ -6,12 +6,14 @@ import contextlib
 import os
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 from megastable.config import RunConfig
 from megastable.core.layout import ParallelLayout, stage_bounds
+from megastable.engine.tensor_group import ProcessTensorGroup, make_tensor_group, mark_split_parameters
 from megastable.model.block import TransformerBlock
 from megastable.model.layers import LAYERS_AFTER_BLOCKS, LAYERS_BEFORE_BLOCKS, Layer, gpt_layers
 from megastable.model.loss import token_mean_loss
@@ -45,20 +47,26 @@ class GptPipeline(PipelineModule):
     """One rank's stage of the model. ``parts`` holds the stage bounds of the whole model."""
 
     def __init__(self, run: RunConfig, layout: ParallelLayout) -> None:
+        tensor = make_tensor_group(layout, dist.get_rank(), run.megastable.tensor_parallel.sequence_parallel)
         self._bounds = stage_bounds(
             run.megastable.model.num_layers, layout.num_stages, LAYERS_BEFORE_BLOCKS, LAYERS_AFTER_BLOCKS
         )
         specs = [
             DrawnTiedLayerSpec(layer, run) if layer.tied_key else DrawnLayerSpec(layer, run)
-            for layer in gpt_layers(run)
+            for layer in gpt_layers(run, tensor)
         ]
         with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):  # it prints its own tables
             super().__init__(
                 specs,
-                topology=PipeDataParallelTopology(num_pp=layout.num_stages, num_dp=layout.data_parallel_size),
-                loss_fn=token_mean_loss(run.megastable.model.vocab_size),
+                topology=PipeModelDataParallelTopology(
+                    num_pp=layout.num_stages, num_mp=layout.tensor_parallel_size, num_dp=layout.data_parallel_size
+                ),
+                loss_fn=token_mean_loss(run.megastable.model.vocab_size, tensor),
                 checkpointable_layers=[TransformerBlock.__name__],
             )
+        if isinstance(tensor, ProcessTensorGroup):
+            tensor.connect(self._grid.get_slice_parallel_group())
+        mark_split_parameters(self)
 
     def _synchronize_tied_weights(self) -> None:
         with torch.no_grad():  # a broadcast into a parameter is no part of the graph

@@ -9,15 +9,29 @@ from typing import Any
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+
+from megastable.engine.tensor_group import SPLIT_STREAM
 
 
-def seed_rank(seed: int, stage: int, replica: int) -> None:
-    """Give every (stage, replica) dropout masks of its own. Weights are drawn from streams of their own."""
-    combined = int(np.random.SeedSequence([seed, stage, replica]).generate_state(1, np.uint32)[0])
+def seed_rank(seed: int, stage: int, replica: int, tensor: int) -> None:
+    """Give every (stage, replica) dropout masks of its own, and every tensor rank a second stream for what is split.
+
+    Tensor ranks share the first stream: they drop the same where they hold the same. Weights are drawn from streams of
+    their own.
+    """
+    split = get_cuda_rng_tracker()
+    split.reset()
+    split.add(SPLIT_STREAM, _combined_seed(seed, stage, replica, 1 + tensor))
+    combined = _combined_seed(seed, stage, replica, 0)
     random.seed(combined)
     np.random.seed(combined)
     torch.manual_seed(combined)
     get_accelerator().manual_seed_all(combined)
+
+
+def _combined_seed(*parts: int) -> int:
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint32)[0])
 
 
 def save_random_state(folder: Path, rank: int) -> None:
@@ -28,6 +42,7 @@ def save_random_state(folder: Path, rank: int) -> None:
         "python": [version, list(words), gauss],
         "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
         "torch": torch.get_rng_state(),
+        "split": get_cuda_rng_tracker().get_states()[SPLIT_STREAM],
         "device": None if _on_cpu() else get_accelerator().get_rng_state(),
     }
     torch.save(state, _path(folder, rank))
@@ -41,6 +56,7 @@ def load_random_state(folder: Path, rank: int) -> None:
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
+    get_cuda_rng_tracker().set_states({SPLIT_STREAM: state["split"]})
     if state["device"] is not None and not _on_cpu():
         get_accelerator().set_rng_state(state["device"])
 

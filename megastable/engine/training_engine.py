@@ -17,7 +17,7 @@ from megastable.core.batch_rampup import BatchRampup
 from megastable.core.layout import ParallelLayout
 from megastable.core.records import StepResult
 from megastable.data import MicroBatch
-from megastable.engine import upstream_fixes
+from megastable.engine import tensor_gradients, upstream_fixes
 from megastable.engine.deepspeed_config import deepspeed_config
 from megastable.engine.optimizer import build_optimizer
 from megastable.engine.pipeline_module import GptPipeline
@@ -49,6 +49,10 @@ class TrainingEngine:
         )
         upstream_fixes.grow_loss_scale_after_update(optimizer)
         upstream_fixes.reduce_tied_gradients_where_they_are(engine)
+        if layout.tensor_parallel_size > 1:
+            tensor_gradients.check_gradients_of_every_rank(optimizer)
+        if run.megastable.tensor_parallel.sequence_parallel:
+            tensor_gradients.sum_gradients_of_slices(engine)
         self.deepspeed = engine
         self.configured_optimizer = upstream_fixes.ConfiguredOptimizer(optimizer)
         self.rampup_hook = BatchRampupHook(engine, ramp)
@@ -57,7 +61,7 @@ class TrainingEngine:
         self.stage: int = engine.grid.get_stage_id()
         self.replica: int = engine.grid.get_data_parallel_id()
         self._scaled = run.fp16.enabled
-        seed_rank(run.megastable.training.seed, self.stage, self.replica)
+        seed_rank(run.megastable.training.seed, self.stage, self.replica, engine.grid.get_tensor_model_parallel_rank())
 
     @property
     def needs_data(self) -> bool:

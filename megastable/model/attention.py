@@ -14,6 +14,13 @@ from torch.nn import functional as F
 
 from megastable.config import ModelConfig
 from megastable.model.positions import AttentionBias, RotaryTable
+from megastable.model.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    Shard,
+    TensorGroup,
+    gather_features,
+)
 
 AttentionBackend = Callable[[Tensor, Tensor, Tensor, AttentionBias, float], Tensor]
 
@@ -63,37 +70,68 @@ ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
 
 
 class SelfAttention(nn.Module):
-    """Multi-head attention with grouped key-value heads; (batch, seq, hidden) in and out.
+    """Multi-head attention with grouped key-value heads, its heads split over the tensor ranks.
 
-    The fused projection is laid out per key-value head: its query heads, then its key, then its value. A later split
-    over tensor ranks then cuts between key-value heads.
+    The fused projection is laid out per key-value head: its query heads, then its key, then its value. Where there are
+    fewer key-value heads than ranks, each rank projects its share of their features, and all of them are gathered, so
+    that several ranks attend to the same key-value head.
     """
 
-    def __init__(self, config: ModelConfig, bias: AttentionBias, rotary: RotaryTable | None) -> None:
+    def __init__(
+        self, config: ModelConfig, bias: AttentionBias, rotary: RotaryTable | None, tensor: TensorGroup
+    ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.kv_heads = config.kv_heads
-        self.queries_per_kv = config.num_attention_heads // config.kv_heads
+        self.heads = config.num_attention_heads // tensor.size
+        self.kv_heads = max(1, config.kv_heads // tensor.size)
+        self.total_kv_heads = config.kv_heads
         self.dropout = config.dropout
         self.backend = ATTENTION_BACKENDS[config.attention]
         self.bias = bias
         self.rotary = rotary
-        fused_size = (config.num_attention_heads + 2 * config.kv_heads) * config.head_dim
-        self.query_key_value = nn.Linear(config.hidden_size, fused_size)
-        self.output = nn.Linear(config.hidden_size, config.hidden_size)
+        self.tensor = tensor
+        self.query_key_value = ColumnParallelLinear(fused_projection_shard(config, tensor), tensor)
+        self.output = RowParallelLinear(config.hidden_size, config.hidden_size, tensor)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend; (batch, seq, hidden) in and out."""
+        """Attend; (batch, seq or slice, hidden) in and out."""
         q, k, v = self._project(x)
         if self.rotary is not None:
             q, k = self.rotary.rotate(q), self.rotary.rotate(k)
         scale = self.head_dim**-0.25
-        attended = self.backend(q * scale, k * scale, v, self.bias, self.dropout if self.training else 0.0)
-        return self.output(attended.transpose(1, 2).flatten(2))
+        return self.output(self._attend(q * scale, k * scale, v).transpose(1, 2).flatten(2))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not self.training or self.dropout == 0.0:
+            return self.backend(q, k, v, self.bias, 0.0)
+        with self.tensor.split_randomness():  # each rank has heads of its own
+            return self.backend(q, k, v, self.bias, self.dropout)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        batch, seq, _ = x.shape
-        fused = self.query_key_value(x).view(batch, seq, self.kv_heads, self.queries_per_kv + 2, self.head_dim)
-        q = fused[..., : self.queries_per_kv, :].reshape(batch, seq, -1, self.head_dim)
-        k, v = fused[..., -2, :], fused[..., -1, :]
+        """(batch, seq or slice, hidden) to q, k and v of this rank's heads, (batch, heads, seq, head_dim) each."""
+        fused = self.query_key_value(x)
+        batch, seq, _ = fused.shape
+        if self.total_kv_heads >= self.tensor.size:
+            grouped = fused.view(batch, seq, self.kv_heads, -1, self.head_dim)
+            q = grouped[..., :-2, :].reshape(batch, seq, -1, self.head_dim)
+            k, v = grouped[..., -2:, :].unbind(-2)
+        else:
+            q, share = fused.tensor_split([self.heads * self.head_dim], dim=-1)
+            q = q.unflatten(-1, (self.heads, self.head_dim))
+            every = gather_features(share, self.tensor).view(batch, seq, self.total_kv_heads, 2, self.head_dim)
+            own = self.tensor.rank * self.total_kv_heads // self.tensor.size
+            k, v = every[:, :, own : own + 1].unbind(-2)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def fused_projection_shard(config: ModelConfig, tensor: TensorGroup) -> Shard:
+    """This rank's rows of the fused projection of queries, keys and values."""
+    queries_per_kv = config.num_attention_heads // config.kv_heads
+    rows = torch.arange(config.kv_heads * (queries_per_kv + 2) * config.head_dim)
+    full_shape = (len(rows), config.hidden_size)
+    if config.kv_heads >= tensor.size:
+        return Shard.even(full_shape, 0, tensor)
+    by_head = rows.view(config.kv_heads, queries_per_kv + 2, config.head_dim)
+    queries = by_head[:, :-2].reshape(tensor.size, -1)[tensor.rank]
+    keys_and_values = by_head[:, -2:].reshape(tensor.size, -1)[tensor.rank]
+    return Shard(full_shape, 0, torch.cat([queries, keys_and_values]))

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megastable.config import ModelConfig
 from megastable.model.attention import SelfAttention
+from megastable.model.dropout import ResidualDropout
 from megastable.model.positions import AttentionBias, RotaryTable
+from megastable.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, Shard, TensorGroup
 
 
 class GeluFeedForward(nn.Module):
     """Widen, GELU, narrow; (batch, seq, hidden) in and out."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, tensor: TensorGroup) -> None:
         super().__init__()
-        self.input = nn.Linear(config.hidden_size, config.ffn_size)
-        self.output = nn.Linear(config.ffn_size, config.hidden_size)
+        shard = Shard.even((config.ffn_size, config.hidden_size), 0, tensor)
+        self.input = ColumnParallelLinear(shard, tensor)
+        self.output = RowParallelLinear(config.ffn_size, config.hidden_size, tensor)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, seq, hidden) in and out."""
@@ -26,20 +30,24 @@ class GeluFeedForward(nn.Module):
 
 
 class SwigluFeedForward(nn.Module):
-    """A SiLU gate times a linear path (Shazeer, arXiv 2002.05202, equation 6); (batch, seq, hidden) in and out."""
+    """A SiLU gate times a linear path (Shazeer, arXiv 2002.05202, equation 6); (batch, seq, hidden) in and out.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Gate and linear path are one projection, gate first: its input gradient is summed over the tensor ranks once.
+    """
+
+    def __init__(self, config: ModelConfig, tensor: TensorGroup) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.hidden_size, config.ffn_size)
-        self.input = nn.Linear(config.hidden_size, config.ffn_size)
-        self.output = nn.Linear(config.ffn_size, config.hidden_size)
+        rows = torch.arange(2 * config.ffn_size).view(2, tensor.size, -1)[:, tensor.rank].flatten()
+        self.input = ColumnParallelLinear(Shard((2 * config.ffn_size, config.hidden_size), 0, rows), tensor)
+        self.output = RowParallelLinear(config.ffn_size, config.hidden_size, tensor)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, seq, hidden) in and out."""
-        return self.output(F.silu(self.gate(x)) * self.input(x))
+        gate, linear = self.input(x).chunk(2, dim=-1)
+        return self.output(F.silu(gate) * linear)
 
 
-FEED_FORWARDS: dict[str, Callable[[ModelConfig], nn.Module]] = {
+FEED_FORWARDS: dict[str, Callable[[ModelConfig, TensorGroup], nn.Module]] = {
     "gelu": GeluFeedForward,
     "swiglu": SwigluFeedForward,
 }
@@ -55,15 +63,17 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm block; (batch, seq, hidden) in and out."""
+    """Pre-norm block; (batch, seq, hidden) in and out, a slice of the sequence under sequence parallelism."""
 
-    def __init__(self, config: ModelConfig, bias: AttentionBias, rotary: RotaryTable | None) -> None:
+    def __init__(
+        self, config: ModelConfig, bias: AttentionBias, rotary: RotaryTable | None, tensor: TensorGroup
+    ) -> None:
         super().__init__()
         self.attention_norm = make_norm(config)
-        self.attention = SelfAttention(config, bias, rotary)
+        self.attention = SelfAttention(config, bias, rotary, tensor)
         self.feed_forward_norm = make_norm(config)
-        self.feed_forward = FEED_FORWARDS[config.activation](config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.feed_forward = FEED_FORWARDS[config.activation](config, tensor)
+        self.dropout = ResidualDropout(config.dropout, tensor)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, seq, hidden) in and out."""

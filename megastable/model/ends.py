@@ -8,63 +8,81 @@ from torch.nn import functional as F
 
 from megastable.config import ModelConfig
 from megastable.model.block import make_norm
+from megastable.model.dropout import ResidualDropout
+from megastable.model.tensor_parallel import (
+    ColumnParallelLinear,
+    Shard,
+    TensorGroup,
+    column_parallel_linear,
+    sum_over_ranks,
+)
 
 
 class VocabularyEmbedding(nn.Module):
-    """Token ids (batch, seq) to vectors (batch, seq, hidden); also the head where weights are tied."""
+    """Token ids (batch, seq) to vectors (batch, seq, hidden); also the head where weights are tied.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Each tensor rank holds its share of the vocabulary. Under sequence parallelism the output is the rank's slice.
+    """
+
+    def __init__(self, config: ModelConfig, tensor: TensorGroup) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.hidden_size))
+        self.shard, self.tensor = Shard.even((config.padded_vocab_size, config.hidden_size), 0, tensor), tensor
+        self.weight = nn.Parameter(torch.empty(self.shard.shape))
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """(batch, seq) int64 to (batch, seq, hidden)."""
-        return F.embedding(token_ids, self.weight)
+        """(batch, seq) int64 to (batch, seq or slice, hidden)."""
+        row = token_ids - self.tensor.rank * len(self.weight)
+        elsewhere = (row < 0) | (row >= len(self.weight))
+        own = F.embedding(row.masked_fill(elsewhere, 0), self.weight)
+        return sum_over_ranks(own.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tensor)
 
 
 def tied_logits(embedding: VocabularyEmbedding, x: Tensor) -> Tensor:
-    """(batch, seq, hidden) to logits (batch, seq, padded vocabulary) by the embedding's own weight."""
-    return F.linear(x, embedding.weight)
+    """(batch, seq or slice, hidden) to logits (batch, seq, share of the vocabulary) by the embedding's own weight."""
+    return column_parallel_linear(x, embedding.weight, None, embedding.tensor)
 
 
 class EmbeddingFinish(nn.Module):
     """What follows the lookup: learned positions, the embedding norm (BLOOM's) and dropout, each where configured."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, tensor: TensorGroup) -> None:
         super().__init__()
         learned = config.position_embedding == "learned"
+        self.tensor = tensor
         self.positions = nn.Embedding(config.seq_length, config.hidden_size) if learned else None
         self.norm = make_norm(config) if config.embedding_norm else None
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = ResidualDropout(config.dropout, tensor)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq, hidden) in and out."""
+        """(batch, seq or slice, hidden) in and out."""
         if self.positions is not None:
-            x = x + self.positions.weight[: x.shape[1]]
+            first = self.tensor.rank * x.shape[1] if self.tensor.sequence_parallel else 0
+            x = x + self.positions.weight[first : first + x.shape[1]]
         if self.norm is not None:
             x = self.norm(x)
         return self.dropout(x)
 
 
 class FinalNorm(nn.Module):
-    """The norm before the head; (batch, seq, hidden) in and out."""
+    """The norm before the head; (batch, seq or slice, hidden) in and out."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.norm = make_norm(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq, hidden) in and out."""
+        """(batch, seq or slice, hidden) in and out."""
         return self.norm(x)
 
 
 class OutputHead(nn.Module):
-    """An untied head: (batch, seq, hidden) to logits (batch, seq, padded vocabulary)."""
+    """An untied head: (batch, seq or slice, hidden) to logits (batch, seq, share of the padded vocabulary)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, tensor: TensorGroup) -> None:
         super().__init__()
-        self.linear = nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
+        shard = Shard.even((config.padded_vocab_size, config.hidden_size), 0, tensor)
+        self.linear = ColumnParallelLinear(shard, tensor, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq, hidden) to (batch, seq, padded vocabulary)."""
+        """(batch, seq or slice, hidden) to (batch, seq, share of the padded vocabulary)."""
         return self.linear(x)

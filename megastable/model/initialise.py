@@ -10,26 +10,30 @@ from torch import nn
 from megastable.config import RunConfig
 from megastable.core.init_std import INIT_SCHEMES, residual_output_std
 from megastable.model.ends import VocabularyEmbedding
+from megastable.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, Shard
 
 
 def draw_weights(module: nn.Module, layer_index: int, run: RunConfig) -> None:
     """Draw all weights of one layer of the flat list, in place.
 
-    Every weight has its own random stream, seeded by (seed, global layer index, parameter name), so the numbers do
-    not depend on which process builds the layer or in which order. Matrices are normal with the scheme's std, the two
-    projections into the residual stream with the smaller one, biases 0, norms 1.
+    Every weight has its own random stream, seeded by (seed, global layer index, parameter name), and is drawn in full
+    before a tensor rank keeps its part, one weight at a time. So the numbers do not depend on the layout, nor on which
+    process builds the layer and in which order. Matrices are normal with the scheme's std, the two projections into the
+    residual stream with the smaller one, biases 0, norms 1.
     """
     init, num_layers = run.megastable.init, run.megastable.model.num_layers
     std = INIT_SCHEMES[init.scheme](run.megastable.model.hidden_size, init.std)
     residual_std = residual_output_std(std, num_layers) if init.residual_scaling else std
     for name, child in module.named_modules():
-        if isinstance(child, nn.Linear | nn.Embedding | VocabularyEmbedding):
-            writes_residual = name.rpartition(".")[2] == "output"
-            generator = torch.Generator().manual_seed(weight_seed(run.megastable.training.seed, layer_index, name))
-            with torch.no_grad():
-                child.weight.normal_(0.0, residual_std if writes_residual else std, generator=generator)
-        if isinstance(child, nn.Linear) and child.bias is not None:
-            nn.init.zeros_(child.bias)
+        if not isinstance(child, ColumnParallelLinear | RowParallelLinear | VocabularyEmbedding | nn.Embedding):
+            continue
+        writes_residual = isinstance(child, RowParallelLinear)
+        generator = torch.Generator().manual_seed(weight_seed(run.megastable.training.seed, layer_index, name))
+        shard: Shard | None = getattr(child, "shard", None)
+        full = torch.empty(shard.full_shape if shard else child.weight.shape)
+        full.normal_(0.0, residual_std if writes_residual else std, generator=generator)
+        with torch.no_grad():
+            child.weight.copy_(shard.of(full) if shard else full)
 
 
 def weight_seed(seed: int, layer_index: int, name: str) -> int:

@@ -13,6 +13,7 @@ from megastable.model.block import TransformerBlock
 from megastable.model.ends import EmbeddingFinish, FinalNorm, OutputHead, VocabularyEmbedding, tied_logits
 from megastable.model.initialise import draw_weights
 from megastable.model.positions import AttentionBias, RotaryTable
+from megastable.model.tensor_parallel import TensorGroup
 
 LAYERS_BEFORE_BLOCKS = 2  # lookup, embedding finish
 LAYERS_AFTER_BLOCKS = 2  # final norm, head
@@ -39,26 +40,27 @@ class Layer:
         return module
 
 
-def gpt_layers(run: RunConfig) -> list[Layer]:
+def gpt_layers(run: RunConfig, tensor: TensorGroup) -> list[Layer]:
     """The model's layers in order.
 
     A single tensor passes between neighbours: token ids (batch, seq) in, hidden states (batch, seq, hidden) between,
-    logits (batch, seq, padded vocabulary) out.
+    logits (batch, seq, padded vocabulary) out. Over tensor ranks the hidden states are whole, or slices of the sequence
+    under sequence parallelism, and each rank has the logits of its share of the vocabulary.
     """
     model = run.megastable.model
-    bias = AttentionBias(model.num_attention_heads if model.position_embedding == "alibi" else None)
+    bias = AttentionBias(model.num_attention_heads if model.position_embedding == "alibi" else None, tensor)
     rotary = RotaryTable(model.head_dim, model.rotary_base) if model.position_embedding == "rotary" else None
     tied_key = EMBEDDING_KEY if model.tie_embeddings else None
 
     layers = [
-        Layer(VocabularyEmbedding, (model,), draw_index=0, tied_key=tied_key),
-        Layer(EmbeddingFinish, (model,), draw_index=1),
+        Layer(VocabularyEmbedding, (model, tensor), draw_index=0, tied_key=tied_key),
+        Layer(EmbeddingFinish, (model, tensor), draw_index=1),
     ]
     for _ in range(model.num_layers):
-        layers.append(Layer(TransformerBlock, (model, bias, rotary), draw_index=len(layers)))
+        layers.append(Layer(TransformerBlock, (model, bias, rotary, tensor), draw_index=len(layers)))
     layers.append(Layer(FinalNorm, (model,), draw_index=len(layers)))
     if model.tie_embeddings:
-        layers.append(Layer(VocabularyEmbedding, (model,), draw_index=0, tied_key=tied_key, forward=tied_logits))
+        layers.append(Layer(VocabularyEmbedding, (model, tensor), draw_index=0, tied_key=tied_key, forward=tied_logits))
     else:
-        layers.append(Layer(OutputHead, (model,), draw_index=len(layers)))
+        layers.append(Layer(OutputHead, (model, tensor), draw_index=len(layers)))
     return layers

@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from megastable.model.tensor_parallel import TensorGroup
+
 
 class RotaryTable:
     """Cosines and sines of rotary positions (Su et al., arXiv 2104.09864, equation 34), half-split as in GPT-NeoX."""
@@ -38,11 +40,13 @@ class AttentionBias:
     """What is added to the attention scores, unscaled: minus infinity above the diagonal, and ALiBi's penalty.
 
     Args:
-        num_heads: number of query heads for ALiBi's slopes, or None for the causal mask alone.
+        num_heads: query heads of the whole layer, for ALiBi's slopes; None for the causal mask alone.
     """
 
-    def __init__(self, num_heads: int | None) -> None:
-        self._slopes = None if num_heads is None else alibi_slopes(num_heads)
+    def __init__(self, num_heads: int | None, tensor: TensorGroup) -> None:
+        self._slopes = None
+        if num_heads is not None:
+            self._slopes = alibi_slopes(num_heads).view(tensor.size, -1)[tensor.rank]
         self._biases: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
 
     @property
@@ -51,7 +55,7 @@ class AttentionBias:
         return self._slopes is None
 
     def get(self, seq_length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The bias, (heads or 1, seq, seq), of ``dtype``."""
+        """The bias, (the rank's heads or 1, seq, seq), of ``dtype``."""
         key = (seq_length, device, dtype)
         if key not in self._biases:
             future = torch.ones(seq_length, seq_length, dtype=torch.bool).triu(1)

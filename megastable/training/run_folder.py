@@ -13,9 +13,19 @@ from megastable.core.checkpoint_folder import Manifest, newest_complete, read_ma
 from megastable.core.errors import UserError
 
 # What a checkpoint's weights, optimizer and data position mean depends on these; another value is another run.
-FIXED_KEYS = ("megastable.model", "megastable.pipeline.num_stages", "megastable.init", "megastable.data.source",
-              "megastable.data.tokenizer", "megastable.data.validation_fraction", "megastable.training.seed",
-              "fp16.enabled", "bf16.enabled", "data_types")  # fmt: skip
+FIXED_KEYS = (
+    "megastable.model",
+    "megastable.pipeline.num_stages",
+    "megastable.tensor_parallel",
+    "megastable.init",
+    "megastable.data.source",
+    "megastable.data.tokenizer",
+    "megastable.data.validation_fraction",
+    "megastable.training.seed",
+    "fp16.enabled",
+    "bf16.enabled",
+    "data_types",
+)
 
 
 class RunFolder:
@@ -103,12 +113,11 @@ def check_continues(manifest: Manifest, run: RunConfig, world_size: int, warn: C
     Raises:
         UserError: the layout or a key on which the checkpoint's meaning depends differs; all of them are named.
     """
-    stages = manifest.run.get("megastable", {}).get("pipeline", {}).get("num_stages", 1)
     faults = []
     if manifest.world_size != world_size:
         faults.append(
-            f"  the checkpoint is of {manifest.world_size} processes ({stages} stages x "
-            f"{manifest.world_size // stages} replicas), this launch has {world_size}"
+            f"  the checkpoint is of {_layout_of(manifest.run, manifest.world_size)}, "
+            f"this launch of {_layout_of(run_as_dict(run), world_size)}"
         )
     for key, old, new in differences(manifest.run, run_as_dict(run)):
         if any(f"{key}.".startswith(f"{fixed}.") or fixed.startswith(f"{key}.") for fixed in FIXED_KEYS):
@@ -117,6 +126,14 @@ def check_continues(manifest: Manifest, run: RunConfig, world_size: int, warn: C
             warn(f"changed since the checkpoint: {key} was {old!r}, is {new!r}")
     if faults:
         raise UserError("This run cannot continue the checkpoint:\n" + "\n".join(faults))
+
+
+def _layout_of(run: dict[str, Any], world_size: int) -> str:
+    sections = run.get("megastable", {})
+    stages = sections.get("pipeline", {}).get("num_stages", 1)
+    tensor = sections.get("tensor_parallel", {}).get("size", 1)
+    replicas = world_size // (stages * tensor)
+    return f"{world_size} processes ({stages} stages x {replicas} replicas x {tensor} tensor ranks)"
 
 
 def differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -32,7 +32,12 @@ class RunPlan:
             UserError: the stages do not divide the world, or a batch of the ramp does not divide.
         """
         sections = run.megastable
-        layout = ParallelLayout.of_world(world_size, sections.pipeline.num_stages, sections.training.world_size)
+        layout = ParallelLayout.of_world(
+            world_size,
+            sections.pipeline.num_stages,
+            sections.tensor_parallel.size,
+            expected_world_size=sections.training.world_size,
+        )
         ramp = BatchRampup(
             global_batch_schedule(sections.batch_rampup),
             run.train_micro_batch_size_per_gpu,

@@ -20,17 +20,23 @@ TOKENS = np.random.default_rng(5).integers(0, 300, 16 * 12 + 6)  # 13 samples, t
 
 
 def evaluations() -> dict[str, float]:
-    """The validation loss after some steps, by number of stages."""
+    """The validation loss after some steps, by stages and tensor ranks."""
     losses = {}
-    for num_stages in (1, 2):
-        run = tiny_run(**RUN, megastable__pipeline__num_stages=num_stages)
+    for num_stages, tensor_size in ((1, 1), (2, 1), (1, 2)):
+        run = tiny_run(
+            **RUN,
+            megastable__pipeline__num_stages=num_stages,
+            megastable__tensor_parallel={"size": tensor_size, "sequence_parallel": tensor_size > 1},
+        )
         plan, engine = build_engine(run)
         train(plan, engine, NUM_STEPS)
         dataset = TokenDataset(TOKENS, run.megastable.model.seq_length, eod_id=0)
         sizes = (MICRO_BATCH_SIZE, MOST_SAMPLES)
         replicas = plan.layout.data_parallel_size
         data = evaluation_micro_batches(dataset, *sizes, engine.replica, replicas)
-        losses[str(num_stages)] = engine.evaluate(data, num_evaluation_micro_batches(dataset, *sizes, replicas))
+        losses[f"{num_stages} x {tensor_size}"] = engine.evaluate(
+            data, num_evaluation_micro_batches(dataset, *sizes, replicas)
+        )
     return losses
 
 
@@ -44,4 +50,5 @@ def test_an_evaluation_equals_one_process() -> None:
         logits = model(inputs)[..., : run.megastable.model.vocab_size]
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL).item()
     for losses in run_ranks(evaluations, world_size=4):
-        assert losses == {"1": pytest.approx(expected, rel=1e-5), "2": pytest.approx(expected, rel=1e-5)}
+        assert len(losses) == 3
+        assert losses == {name: pytest.approx(expected, rel=1e-5) for name in losses}

@@ -90,7 +90,7 @@ def test_a_dead_rank_takes_the_others_down_and_is_named(tmp_path: Path) -> None:
         output, _ = launcher.communicate(timeout=60)
         assert time.monotonic() - started < 30
         assert launcher.returncode != 0
-        assert "rank 1 (stage 1, replica 0)" in output and "is gone" in output, output[-4000:]
+        assert "rank 1 (stage 1, replica 0, tensor 0)" in output and "is gone" in output, output[-4000:]
         assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks.values())
     finally:
         if launcher.poll() is None:
@@ -105,7 +105,8 @@ def test_a_rank_with_an_error_is_named_with_its_trace(tmp_path: Path) -> None:
     )  # fmt: skip
     assert failed.returncode != 0
     assert time.monotonic() - started < 60  # the start of the processes included
-    assert "rank 1 (stage 1, replica 0) failed: RuntimeError: made to fail" in failed.stdout, failed.stdout[-4000:]
+    named = "rank 1 (stage 1, replica 0, tensor 0) failed: RuntimeError: made to fail"
+    assert named in failed.stdout, failed.stdout[-4000:]
 
 
 def test_a_resume_on_other_data_is_refused(tmp_path: Path) -> None:

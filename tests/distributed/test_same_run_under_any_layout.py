@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import pytest
-import torch.distributed
 
+from megastable.config import RunConfig
 from tests.support.ranks import run_ranks
-from tests.support.reference import ReferenceStep, train_reference
+from tests.support.reference import train_reference
 from tests.support.steps import build_engine, train
 from tests.support.tiny_run import tiny_run
 
@@ -28,40 +30,64 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "megastable__batch_rampup": {"steps": [[0, 4], [12, 8], [28, 16]], "micro_batch_size_steps": [[8, 2]]},
         "megastable__pipeline__activation_checkpointing": True,
     },
-    "no clipping": {"gradient_clipping": 0.0},
+    "no clipping, one key-value head": {"gradient_clipping": 0.0, "megastable__model__num_key_value_heads": 1},
 }
 # Only where all processes are stages of one replica: fewer micro-batches than stages, down to a single one.
-FEW_MICRO_BATCHES = {
-    "few micro-batches": {"megastable__batch_rampup": {"steps": [[0, 1], [2, 2], [6, 3], [12, 8]]}},
+FEW_MICRO_BATCHES = {"megastable__batch_rampup": {"steps": [[0, 1], [2, 2], [6, 3], [12, 8]]}}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Stages and tensor ranks; replicas fill the world."""
+
+    num_stages: int
+    tensor_size: int = 1
+    sequence_parallel: bool = False
+
+    def run(self, changes: dict[str, Any]) -> RunConfig:
+        """The tiny run on this layout."""
+        tensor = {"size": self.tensor_size, "sequence_parallel": self.sequence_parallel}
+        return tiny_run(**changes, megastable__pipeline__num_stages=self.num_stages, megastable__tensor_parallel=tensor)
+
+
+LAYOUTS = {
+    2: (Layout(1), Layout(2), Layout(1, 2), Layout(1, 2, True)),
+    4: (Layout(2), Layout(4), Layout(2, 2, True), Layout(1, 4)),
 }
+ONE_REPLICA = {2: (Layout(2), Layout(1, 2, True)), 4: (Layout(4), Layout(2, 2, True))}
 
 
-def cases(world_size: int) -> list[tuple[str, dict[str, Any], int]]:
-    """(variant, its changes, stages): every variant on 1 stage, on 2, and on as many as there are processes."""
-    every = [(name, changes, stages) for name, changes in VARIANTS.items() for stages in sorted({1, 2, world_size})]
-    return every + [(name, changes, world_size) for name, changes in FEW_MICRO_BATCHES.items()]
+def steps_of(changes: dict[str, Any], layouts: list[list[Any]]) -> list[list[dict[str, Any]]]:
+    """On every rank: the rows of each layout."""
+    return [train(*build_engine(Layout(*layout).run(changes)), NUM_STEPS)[1] for layout in layouts]
 
 
-def steps_of_cases() -> list[list[dict[str, Any]]]:
-    """On every rank: the rows of all cases."""
-    rows = []
-    for _, changes, num_stages in cases(torch.distributed.get_world_size()):
-        plan, engine = build_engine(tiny_run(**changes, megastable__pipeline__num_stages=num_stages))
-        rows.append(train(plan, engine, NUM_STEPS)[1])
-    return rows
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_losses_and_norms_equal_one_process(world_size: int) -> None:
-    by_rank = run_ranks(steps_of_cases, world_size)
-    references: dict[str, list[ReferenceStep]] = {}
-    for index, (name, changes, num_stages) in enumerate(cases(world_size)):
-        if name not in references:
-            references[name] = train_reference(tiny_run(**changes), NUM_STEPS)[0]
-        case, rows = f"{name}, {num_stages} stages", by_rank[0][index]
-        assert [row["loss"] for row in rows] == pytest.approx([step.loss for step in references[name]], rel=1e-5), case
+def assert_equal_to_one_process(changes: dict[str, Any], world_size: int, layouts: Sequence[Layout]) -> None:
+    """All layouts give the losses and norms of plain torch, the same values on every rank."""
+    by_rank = run_ranks(steps_of, world_size, changes=changes, layouts=[list(astuple(layout)) for layout in layouts])
+    expected, _ = train_reference(tiny_run(**changes), NUM_STEPS)
+    for index, layout in enumerate(layouts):
+        rows = by_rank[0][index]
+        assert [row["loss"] for row in rows] == pytest.approx([step.loss for step in expected], rel=1e-5), layout
         norms = [row["grad_norm"] for row in rows]
-        assert norms == pytest.approx([step.grad_norm for step in references[name]], rel=1e-5), case
+        assert norms == pytest.approx([step.grad_norm for step in expected], rel=1e-5), layout
         for other in by_rank[1:]:
             values = [(row["loss"], row["grad_norm"]) for row in other[index]]
-            assert values == [(row["loss"], row["grad_norm"]) for row in rows], f"{case}: a rank saw another value"
+            assert values == [(row["loss"], row["grad_norm"]) for row in rows], f"{layout}: a rank saw another value"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_losses_and_norms_equal_one_process(world_size: int, variant: str) -> None:
+    assert_equal_to_one_process(VARIANTS[variant], world_size, LAYOUTS[world_size])
+
+
+@pytest.mark.parametrize("world_size", ONE_REPLICA)
+def test_fewer_micro_batches_than_stages(world_size: int) -> None:
+    assert_equal_to_one_process(FEW_MICRO_BATCHES, world_size, ONE_REPLICA[world_size])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slices", [False, True])
+def test_all_three_axes_at_once(slices: bool) -> None:
+    assert_equal_to_one_process(VARIANTS["tied rotary"], 8, [Layout(2, 2, slices)])

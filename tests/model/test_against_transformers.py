@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from megastable.config import RunConfig
 from megastable.model.attention import ATTENTION_BACKENDS
 from tests.support.reference import ReferenceModel
 from tests.support.tiny_run import tiny_run
@@ -30,13 +31,18 @@ def randomise(model: nn.Module) -> Weights:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def our_model(backend: str, weights: Weights, **model: Any) -> ReferenceModel:
-    """Our model with ``weights``, each by its own name; biases that are not given are 0."""
+def our_run(backend: str, **model: Any) -> RunConfig:
+    """The run of our model of the same sizes."""
     sizes: dict[str, Any] = {
         "hidden_size": HIDDEN_SIZE, "num_attention_heads": HEADS, "num_layers": NUM_LAYERS, "seq_length": SEQ_LENGTH,
         "vocab_size": VOCAB_SIZE, "attention": backend, **model,
     }  # fmt: skip
-    ours = ReferenceModel(tiny_run(**{f"megastable__model__{key}": value for key, value in sizes.items()}))
+    return tiny_run(**{f"megastable__model__{key}": value for key, value in sizes.items()})
+
+
+def our_model(backend: str, weights: Weights, **model: Any) -> ReferenceModel:
+    """Our model with ``weights``, each by its own name; biases that are not given are 0."""
+    ours = ReferenceModel(our_run(backend, **model))
     missing, unknown = set(dict(ours.named_parameters())) - set(weights), set(weights) - set(ours.state_dict())
     assert not unknown and all(name.endswith(".bias") for name in missing)
     with torch.no_grad():
@@ -74,7 +80,8 @@ def assert_same_logits(ours: ReferenceModel, theirs: nn.Module) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_gpt2(backend: str) -> None:
+def gpt2() -> tuple[nn.Module, Weights, dict[str, Any]]:
+    """A random GPT-2, its weights under our names, and what our model has to be."""
     theirs = GPT2LMHeadModel(
         GPT2Config(vocab_size=VOCAB_SIZE, n_positions=SEQ_LENGTH, n_embd=HIDDEN_SIZE, n_layer=NUM_LAYERS, n_head=HEADS)
     )
@@ -100,7 +107,12 @@ def test_gpt2(backend: str) -> None:
         ):  # fmt: skip
             weights[f"{block}.{our_part}.weight"] = hf[f"{name}.{their_part}.weight"].T
             weights[f"{block}.{our_part}.bias"] = hf[f"{name}.{their_part}.bias"]
-    assert_same_logits(our_model(backend, weights, position_embedding="learned"), theirs)
+    return theirs, weights, {"position_embedding": "learned"}
+
+
+def test_gpt2(backend: str) -> None:
+    theirs, weights, model = gpt2()
+    assert_same_logits(our_model(backend, weights, **model), theirs)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, HEADS])
@@ -122,9 +134,10 @@ def test_llama(backend: str, kv_heads: int) -> None:
         block, name = f"{index + 2}", f"model.layers.{index}"
         q, k, v = (hf[f"{name}.self_attn.{part}_proj.weight"] for part in "qkv")
         weights[f"{block}.attention.query_key_value.weight"] = fuse(q, k, v)
+        gate_and_up = [hf[f"{name}.mlp.{part}_proj.weight"] for part in ("gate", "up")]
+        weights[f"{block}.feed_forward.input.weight"] = torch.cat(gate_and_up)
         for their_part, our_part in (
-            ("self_attn.o_proj", "attention.output"), ("mlp.gate_proj", "feed_forward.gate"),
-            ("mlp.up_proj", "feed_forward.input"), ("mlp.down_proj", "feed_forward.output"),
+            ("self_attn.o_proj", "attention.output"), ("mlp.down_proj", "feed_forward.output"),
             ("input_layernorm", "attention_norm"), ("post_attention_layernorm", "feed_forward_norm"),
         ):  # fmt: skip
             weights[f"{block}.{our_part}.weight"] = hf[f"{name}.{their_part}.weight"]
@@ -135,7 +148,8 @@ def test_llama(backend: str, kv_heads: int) -> None:
     assert_same_logits(ours, theirs)
 
 
-def test_bloom(backend: str) -> None:
+def bloom() -> tuple[nn.Module, Weights, dict[str, Any]]:
+    """A random BLOOM, its weights under our names, and what our model has to be."""
     theirs = BloomForCausalLM(
         BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE, n_layer=NUM_LAYERS, n_head=HEADS)
     )
@@ -154,4 +168,9 @@ def test_bloom(backend: str) -> None:
             ("post_attention_layernorm", "feed_forward_norm"),
         ):  # fmt: skip
             weights |= both(hf, f"transformer.h.{index}.{their_part}", f"{index + 2}.{our_part}")
-    assert_same_logits(our_model(backend, weights, position_embedding="alibi", embedding_norm=True), theirs)
+    return theirs, weights, {"position_embedding": "alibi", "embedding_norm": True}
+
+
+def test_bloom(backend: str) -> None:
+    theirs, weights, model = bloom()
+    assert_same_logits(our_model(backend, weights, **model), theirs)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megastable.model.attention import ATTENTION_BACKENDS, SelfAttention
 from megastable.model.positions import AttentionBias, RotaryTable
+from megastable.model.tensor_parallel import OneProcess
 from tests.model.plain_attention import plain_attention, plain_rotation
 from tests.support.tiny_run import tiny_run
 
@@ -31,9 +32,9 @@ def self_attention(backend: str, positions: str = "learned", **model: Any) -> Se
     changes = {f"megastable__model__{key}": value for key, value in sizes.items()}
     run = tiny_run(**changes, megastable__model__attention=backend, megastable__model__position_embedding=positions)
     config = run.megastable.model
-    bias = AttentionBias(config.num_attention_heads if positions == "alibi" else None)
+    bias = AttentionBias(config.num_attention_heads if positions == "alibi" else None, OneProcess())
     rotary = RotaryTable(config.head_dim, config.rotary_base) if positions == "rotary" else None
-    module = SelfAttention(config, bias, rotary)
+    module = SelfAttention(config, bias, rotary, OneProcess())
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -102,7 +103,7 @@ def test_sixteen_bits_follow_the_plain_output(
     generator = torch.Generator().manual_seed(14)
     q, k, v = (torch.randn(2, HEADS, SEQ_LENGTH, HEAD_DIM, generator=generator).to(dtype) for _ in range(3))
     expected = plain_attention(q, k, v, slopes)
-    bias, scale = AttentionBias(None if slopes is None else HEADS), HEAD_DIM**-0.25
+    bias, scale = AttentionBias(None if slopes is None else HEADS, OneProcess()), HEAD_DIM**-0.25
     found = ATTENTION_BACKENDS[backend](q * scale, k * scale, v, bias, 0.0)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)

@@ -13,6 +13,7 @@ from megastable.config import RunConfig
 from megastable.core.init_std import INIT_SCHEMES
 from megastable.model.initialise import draw_weights
 from megastable.model.layers import gpt_layers
+from megastable.model.tensor_parallel import ColumnParallelLinear, OneProcess, RowParallelLinear, Shard
 from tests.support.reference import ReferenceModel
 from tests.support.tiny_run import tiny_run
 from tests.support.tokens import global_batch
@@ -43,7 +44,9 @@ def wide_run(scheme: str = "megatron_530b", residual_scaling: bool = True) -> Ru
 
 
 def weights_of(run: RunConfig, index: int) -> dict[str, Tensor]:
-    return {name: weight.detach() for name, weight in gpt_layers(run)[index].build(run).named_parameters()}
+    return {
+        name: weight.detach() for name, weight in gpt_layers(run, OneProcess())[index].build(run).named_parameters()
+    }
 
 
 def test_every_scheme_has_its_formula_here() -> None:
@@ -66,13 +69,15 @@ def test_the_std_of_every_matrix_is_that_of_the_formula(scheme: str, residual_sc
             assert weight.std().item() == pytest.approx(expected, rel=error), f"layer {index} {name}"
             assert abs(weight.mean().item()) < 5 * expected / math.sqrt(weight.numel()), f"layer {index} {name}"
             measured += 1
-    assert measured == 1 + 1 + 5 + 1
+    assert measured == 1 + 1 + 4 + 1  # a block's fused projection, its output, and the same of its feed-forward
 
 
 def test_the_std_at_the_width_and_depth_of_a_reported_fault() -> None:
     # h 4096, L 32: sqrt(2/(5h)) = 0.00988, and residual outputs an eighth of it (known failure G1).
     run = run_with("transformers_without_tears", megastable__model__hidden_size=4096, megastable__model__num_layers=32)
-    module = nn.ModuleDict({"input": nn.Linear(64, 4096), "output": nn.Linear(4096, 64)})
+    one = OneProcess()
+    into = ColumnParallelLinear(Shard.even((4096, 64), 0, one), one)
+    module = nn.ModuleDict({"input": into, "output": RowParallelLinear(4096, 64, one)})
     draw_weights(module, 5, run)
     assert module["input"].weight.std().item() == pytest.approx(0.009882, rel=0.01)
     assert module["output"].weight.std().item() == pytest.approx(0.009882 / 8, rel=0.01)
@@ -91,7 +96,7 @@ def test_biases_are_0_and_norms_1(norm: str) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_do_not_depend_on_which_layers_are_built_or_when(tied: bool) -> None:
     run = tiny_run(megastable__model__tie_embeddings=tied, megastable__model__position_embedding="learned")
-    num_layers = len(gpt_layers(run))
+    num_layers = len(gpt_layers(run, OneProcess()))
     in_order = {index: weights_of(run, index) for index in range(num_layers)}
     torch.manual_seed(123)
     torch.randn(7)
@@ -105,7 +110,7 @@ def test_weights_do_not_depend_on_which_layers_are_built_or_when(tied: bool) -> 
 
 def test_drawing_leaves_the_global_random_state_alone() -> None:
     run = tiny_run()
-    block = gpt_layers(run)[2].build(run)
+    block = gpt_layers(run, OneProcess())[2].build(run)
     state = torch.get_rng_state()
     draw_weights(block, 2, run)
     assert torch.equal(torch.get_rng_state(), state)
@@ -115,7 +120,7 @@ def test_no_two_matrices_and_no_two_seeds_share_their_numbers() -> None:
     run, other = wide_run(), run_with(megastable__training__seed=8, megastable__model__hidden_size=HIDDEN_SIZE)
     starts: list[tuple[float, ...]] = []
     for each, std_of_residual in ((run, NUM_LAYERS), (other, 4)):
-        for layer in gpt_layers(each):
+        for layer in gpt_layers(each, OneProcess()):
             for name, weight in layer.build(each).named_parameters():
                 if weight.dim() > 1 and (each is run or layer.tied_key is None):
                     scale = math.sqrt(2 * std_of_residual) if name.endswith("output.weight") else 1.0

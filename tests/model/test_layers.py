@@ -13,6 +13,7 @@ from megastable.model.attention import ATTENTION_BACKENDS
 from megastable.model.block import FEED_FORWARDS, NORMS, TransformerBlock
 from megastable.model.ends import EmbeddingFinish, FinalNorm, OutputHead, VocabularyEmbedding
 from megastable.model.layers import EMBEDDING_KEY, LAYERS_AFTER_BLOCKS, LAYERS_BEFORE_BLOCKS, gpt_layers
+from megastable.model.tensor_parallel import OneProcess
 from tests.support.reference import ReferenceModel
 from tests.support.tiny_run import tiny_run
 
@@ -21,7 +22,7 @@ UNTIED = {"megastable__model__tie_embeddings": False}
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_order_of_the_layers(tied: bool) -> None:
-    layers = gpt_layers(tiny_run(megastable__model__num_layers=3, megastable__model__tie_embeddings=tied))
+    layers = gpt_layers(tiny_run(megastable__model__num_layers=3, megastable__model__tie_embeddings=tied), OneProcess())
     head = VocabularyEmbedding if tied else OutputHead
     assert [layer.module_class for layer in layers] == [
         VocabularyEmbedding, EmbeddingFinish, TransformerBlock, TransformerBlock, TransformerBlock, FinalNorm, head,
@@ -35,7 +36,7 @@ def test_the_order_of_the_layers(tied: bool) -> None:
 def test_the_parameter_names_of_a_layer() -> None:
     """Checkpoints and conversions are made of these."""
     run = tiny_run(**UNTIED, megastable__model__position_embedding="learned", megastable__model__embedding_norm=True)
-    names = [sorted(name for name, _ in layer.build(run).named_parameters()) for layer in gpt_layers(run)]
+    names = [sorted(name for name, _ in layer.build(run).named_parameters()) for layer in gpt_layers(run, OneProcess())]
     assert names[0] == ["weight"]
     assert names[1] == ["norm.bias", "norm.weight", "positions.weight"]
     parts = ["attention.output", "attention.query_key_value", "attention_norm"]
@@ -46,7 +47,7 @@ def test_the_parameter_names_of_a_layer() -> None:
 
 def test_a_tied_head_multiplies_by_the_embedding_and_both_uses_meet_in_its_gradient() -> None:
     run = tiny_run()
-    first, *_, last = gpt_layers(run)
+    first, *_, last = gpt_layers(run, OneProcess())
     embedding = first.build(run)
     assert torch.equal(last.build(run).weight, embedding.weight), "a stage's own copy starts with other weights"
     assert first.forward is None and last.forward is not None
@@ -114,7 +115,7 @@ def test_dropout_is_on_in_training_and_off_in_evaluation() -> None:
 
 def test_dropout_acts_on_the_embedding_and_on_both_residual_branches() -> None:
     run = tiny_run(megastable__model__dropout=0.5)
-    layers = gpt_layers(run)
+    layers = gpt_layers(run, OneProcess())
     torch.manual_seed(6)
     dropped = layers[1].build(run)(torch.ones(1, 16, 32))
     assert set(dropped.unique().tolist()) == {0.0, 2.0}

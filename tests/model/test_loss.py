@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from megastable.core.labels import IGNORED_LABEL
 from megastable.model.loss import token_mean_loss
+from megastable.model.tensor_parallel import OneProcess
 from tests.support.reference import ReferenceModel
 from tests.support.tiny_run import tiny_run
 
@@ -41,7 +42,7 @@ def sum_of_losses(logits: Tensor, labels: Tensor) -> float:
 def mean_of_micro_batches(logits: Tensor, labels: Tensor, split: list[list[int]]) -> Tensor:
     """What the engine does with the loss: a plain mean over the micro-batches of all replicas."""
     denominator = (labels != IGNORED_LABEL).sum().float() / len(split)
-    loss = token_mean_loss(VOCAB_SIZE)
+    loss = token_mean_loss(VOCAB_SIZE, OneProcess())
     return torch.stack([loss(logits[rows], (labels[rows], denominator)) for rows in split]).mean()
 
 
@@ -72,7 +73,7 @@ def test_loss_and_gradient_are_equal_for_every_split_into_micro_batches() -> Non
 def test_a_micro_batch_without_counted_labels_gives_0() -> None:
     logits, labels = logits_and_labels([0, 0])
     logits.requires_grad_()
-    loss = token_mean_loss(VOCAB_SIZE)(logits, (labels, torch.tensor(56.0)))
+    loss = token_mean_loss(VOCAB_SIZE, OneProcess())(logits, (labels, torch.tensor(56.0)))
     loss.backward()
     assert loss.item() == 0.0
     assert logits.grad is not None and (logits.grad == 0).all()
@@ -82,7 +83,7 @@ def test_a_micro_batch_without_counted_labels_gives_0() -> None:
 def test_the_loss_of_16_bit_logits_is_computed_in_fp32(dtype: torch.dtype) -> None:
     logits, labels = logits_and_labels([101, 101])
     logits = (100 * logits).to(dtype)
-    loss = token_mean_loss(VOCAB_SIZE)(logits, (labels, torch.tensor(1e-3)))
+    loss = token_mean_loss(VOCAB_SIZE, OneProcess())(logits, (labels, torch.tensor(1e-3)))
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(sum_of_losses(logits, labels) / 1e-3, rel=1e-5)
     assert loss.item() > 65504
@@ -103,7 +104,7 @@ def test_padded_rows_reach_neither_the_loss_nor_a_gradient(tied: bool) -> None:
         with torch.no_grad():
             for table in tables:
                 table[size.vocab_size :] = filling
-        loss = token_mean_loss(size.vocab_size)(model(ids), (labels, torch.tensor(float(labels.numel()))))
+        loss = token_mean_loss(size.vocab_size, OneProcess())(model(ids), (labels, torch.tensor(float(labels.numel()))))
         loss.backward()
         for table in tables:
             assert table.grad is not None
@@ -126,12 +127,12 @@ def test_padding_does_not_change_the_loss() -> None:
         labels = torch.arange(size.seq_length).unsqueeze(0)
         logits = model(labels)
         assert logits.shape[-1] == {1: 300, 128: 384}[multiple]
-        losses.append(token_mean_loss(300)(logits, (labels, torch.tensor(16.0))).item())
+        losses.append(token_mean_loss(300, OneProcess())(logits, (labels, torch.tensor(16.0))).item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_a_global_batch_that_counts_nothing_has_loss_and_gradient_zero() -> None:
     logits = torch.randn(1, 4, 16, requires_grad=True)
-    loss = token_mean_loss(10)(logits, (torch.full((1, 4), IGNORED_LABEL), torch.tensor(0.0)))
+    loss = token_mean_loss(10, OneProcess())(logits, (torch.full((1, 4), IGNORED_LABEL), torch.tensor(0.0)))
     loss.backward()
     assert loss.item() == 0.0 and not logits.grad.any()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megastable.model.attention import ATTENTION_BACKENDS
 from megastable.model.positions import AttentionBias, RotaryTable, alibi_slopes
+from megastable.model.tensor_parallel import OneProcess
 from tests.model.plain_attention import plain_rotation
 from tests.support.reference import ReferenceModel
 from tests.support.tiny_run import tiny_run
@@ -40,8 +41,8 @@ def test_the_slopes_of_bloom_176b() -> None:
 
 
 def test_the_bias_is_minus_slope_times_distance_and_hides_the_future() -> None:
-    causal = AttentionBias(None).get(5, torch.device("cpu"), torch.float32)
-    alibi = AttentionBias(6).get(5, torch.device("cpu"), torch.float32)
+    causal = AttentionBias(None, OneProcess()).get(5, torch.device("cpu"), torch.float32)
+    alibi = AttentionBias(6, OneProcess()).get(5, torch.device("cpu"), torch.float32)
     assert (causal.shape, alibi.shape) == ((1, 5, 5), (6, 5, 5))
     for query in range(5):
         for key in range(5):

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megastable.config import RunConfig
+from megastable.config import RunConfig, TensorParallelConfig
 from megastable.model.layers import gpt_layers
+from megastable.model.tensor_parallel import OneProcess, TensorGroup
 from megastable.training.run_plan import RunPlan
 from tests.support.tokens import global_batch
 
@@ -17,11 +18,11 @@ from tests.support.tokens import global_batch
 class ReferenceModel(nn.Module):
     """The flat list of layers, called one after the other in one process."""
 
-    def __init__(self, run: RunConfig) -> None:
+    def __init__(self, run: RunConfig, tensor: TensorGroup | None = None) -> None:
         super().__init__()
         self.modules_by_key: dict[str, nn.Module] = {}
         self.forwards = []
-        for index, layer in enumerate(gpt_layers(run)):
+        for index, layer in enumerate(gpt_layers(run, tensor or OneProcess())):
             key = layer.tied_key or str(index)
             if key not in self.modules_by_key:
                 self.modules_by_key[key] = layer.build(run)
@@ -75,4 +76,4 @@ def train_reference(run: RunConfig, num_steps: int) -> tuple[list[ReferenceStep]
 
 def _one_stage(run: RunConfig) -> object:
     pipeline = run.megastable.pipeline.model_copy(update={"num_stages": 1})
-    return run.megastable.model_copy(update={"pipeline": pipeline})
+    return run.megastable.model_copy(update={"pipeline": pipeline, "tensor_parallel": TensorParallelConfig()})

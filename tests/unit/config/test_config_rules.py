@@ -52,6 +52,56 @@ CASES = (
         (f"{M}.pipeline.num_stages=2", f"{M}.training.world_size=4"),
     ),
     Case(
+        "world_size_holds_whole_replicas",
+        (f"{M}.tensor_parallel.size=4", f"{M}.training.world_size=6"),
+        f"{M}.training.world_size",
+        (f"{M}.tensor_parallel.size=4", f"{M}.training.world_size=8"),
+    ),
+    *(
+        Case(
+            "tensor_ranks_divide_the_model",
+            (*broken, f"{M}.tensor_parallel.size=2"),
+            f"{M}.model.{key}",
+            (*legal, f"{M}.tensor_parallel.size=2"),
+        )
+        for key, broken, legal in (
+            ("num_attention_heads", (f"{M}.model.num_attention_heads=1",), ()),
+            ("ffn_hidden_size", (f"{M}.model.ffn_hidden_size=501",), (f"{M}.model.ffn_hidden_size=502",)),
+            (
+                "vocab_size",
+                (f"{M}.model.vocab_size=4095", f"{M}.model.vocab_padding_multiple=1"),
+                (f"{M}.model.vocab_size=4095", f"{M}.model.vocab_padding_multiple=2"),
+            ),
+            (
+                "seq_length",
+                (f"{M}.model.seq_length=127", f"{M}.tensor_parallel.sequence_parallel=true"),
+                (f"{M}.model.seq_length=127", f"{M}.tensor_parallel.sequence_parallel=false"),
+            ),
+        )
+    ),
+    Case(
+        "tensor_ranks_divide_kv_heads",
+        (
+            f"{M}.model.num_attention_heads=12",
+            f"{M}.model.hidden_size=384",
+            f"{M}.model.num_key_value_heads=3",
+            f"{M}.tensor_parallel.size=2",
+        ),
+        f"{M}.model.num_key_value_heads",
+        (
+            f"{M}.model.num_attention_heads=12",
+            f"{M}.model.hidden_size=384",
+            f"{M}.model.num_key_value_heads=1",
+            f"{M}.tensor_parallel.size=2",
+        ),
+    ),
+    Case(
+        "sequence_parallel_needs_tensor_ranks",
+        (f"{M}.tensor_parallel.sequence_parallel=true",),
+        f"{M}.tensor_parallel.sequence_parallel",
+        (f"{M}.tensor_parallel.sequence_parallel=true", f"{M}.tensor_parallel.size=2"),
+    ),
+    Case(
         "std_belongs_to_fixed",
         (f"{M}.init.scheme=fixed",),
         f"{M}.init.std",

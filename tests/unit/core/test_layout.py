@@ -23,13 +23,17 @@ def test_a_world_is_stages_times_replicas(num_stages: int, replicas: int) -> Non
 
 
 @quick
-@given(num_stages=st.integers(1, 8), replicas=st.integers(1, 8))
-def test_every_rank_has_a_place_of_its_own(num_stages: int, replicas: int) -> None:
-    layout = ParallelLayout(num_stages, replicas)
+@given(num_stages=st.integers(1, 6), replicas=st.integers(1, 6), tensor_size=st.integers(1, 4))
+def test_every_rank_has_a_place_of_its_own(num_stages: int, replicas: int, tensor_size: int) -> None:
+    layout = ParallelLayout(num_stages, replicas, tensor_size)
     names = [layout.describe(rank) for rank in range(layout.world_size)]
-    places = [f"rank {stage * replicas + replica} (stage {stage}, replica {replica})"
-              for stage in range(num_stages) for replica in range(replicas)]  # fmt: skip
-    assert names == places
+    places = [
+        f"(stage {stage}, replica {replica}, tensor {tensor})"
+        for stage in range(num_stages)
+        for replica in range(replicas)
+        for tensor in range(tensor_size)
+    ]
+    assert names == [f"rank {rank} {place}" for rank, place in enumerate(places)]
 
 
 @quick
@@ -45,7 +49,16 @@ def test_stages_that_do_not_divide_are_refused_with_every_factor(world_size: int
     below = world_size - world_size % num_stages
     legal = f"{below} or {below + num_stages}" if below else f"{num_stages}"
     assert f"Launch {legal} processes" in text
-    assert f"a divisor of {world_size}" in text
+    assert f"product divides {world_size}" in text
+
+
+@quick
+@given(num_stages=st.integers(1, 12), tensor_size=st.integers(1, 8), replicas=st.integers(1, 12))
+def test_tensor_ranks_are_a_factor_of_the_world(num_stages: int, tensor_size: int, replicas: int) -> None:
+    layout = ParallelLayout.of_world(num_stages * tensor_size * replicas, num_stages, tensor_size)
+    assert layout == ParallelLayout(num_stages, replicas, tensor_size)
+    with pytest.raises(UserError, match=rf"tensor_parallel.size \({2 * tensor_size}\)"):
+        ParallelLayout.of_world(num_stages * tensor_size * (2 * replicas - 1), num_stages, 2 * tensor_size)
 
 
 @quick

@@ -218,6 +218,13 @@ FROZEN_CHANGES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ({}, {"megastable__model__dropout": 0.1}),
     ],
     "megastable.pipeline.num_stages": [({}, {"megastable__pipeline__num_stages": 2})],
+    "megastable.tensor_parallel": [
+        ({}, {"megastable__tensor_parallel": {"size": 2}}),
+        (
+            {"megastable__tensor_parallel": {"size": 2}},
+            {"megastable__tensor_parallel": {"size": 2, "sequence_parallel": True}},
+        ),
+    ],
     "megastable.init": [
         ({}, {"megastable__init": {"scheme": "fixed", "std": 0.02}}),
         ({"megastable__init": {"scheme": "fixed", "std": 0.02}}, {"megastable__init": {"scheme": "fixed", "std": 0.1}}),
@@ -289,7 +296,7 @@ def test_any_other_change_is_reported_with_both_values(key: str, change: dict[st
 
 def test_another_world_is_refused_with_both_layouts() -> None:
     run = tiny_run(megastable__pipeline__num_stages=2)
-    with pytest.raises(UserError, match=r"4 processes \(2 stages x 2 replicas\), this launch has 2"):
+    with pytest.raises(UserError, match=r"4 processes \(2 stages x 2 replicas x 1 tensor ranks\), this launch of 2"):
         check_continues(manifest_of(run, world_size=4), run, 2, warn=print)
 
 

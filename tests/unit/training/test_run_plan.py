@@ -158,7 +158,7 @@ def test_a_decay_given_in_samples_does_not_depend_on_where_the_run_stops() -> No
 @pytest.fixture(scope="module")
 def bloom() -> RunPlan:
     """BLOOM's file on its 12 stages and 8 replicas."""
-    return RunPlan.of(load_run_file(RUN_FILES / "bloom_176b.json"), world_size=12 * 8)
+    return RunPlan.of(load_run_file(RUN_FILES / "bloom_176b.json"), world_size=12 * 8 * 4)
 
 
 def test_blooms_golden_ramp_from_its_file(bloom: RunPlan) -> None:

@@ -1,0 +1,153 @@
+"""What splitting layers over two processes costs and saves, side by side: data 2, tensor 2, tensor 2 with slices.
+
+Run it with `torchrun --standalone --nproc_per_node 2 benchmarks/tensor_parallel.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megastable.config import RunConfig, run_from_dict
+from megastable.core.launch import Launch
+from megastable.engine.process_group import connected
+from megastable.engine.tensor_group import ProcessTensorGroup
+from megastable.engine.training_engine import TrainingEngine
+from megastable.model.tensor_parallel import Work
+from megastable.training.run_plan import RunPlan
+
+LAYOUTS = {
+    "data 2": {"size": 1},
+    "tensor 2": {"size": 2},
+    "tensor 2, slices": {"size": 2, "sequence_parallel": True},
+}
+
+
+class TimedWork:
+    """A collective whose waiting time is added up."""
+
+    def __init__(self, work: Work, seconds: dict[str, float]) -> None:
+        self._work, self._seconds = work, seconds
+
+    def wait(self) -> None:
+        """Wait, and count how long."""
+        started = time.perf_counter()
+        self._work.wait()
+        self._seconds["tensor"] += time.perf_counter() - started
+
+
+def time_collectives(seconds: dict[str, float]) -> None:
+    """Add the waiting time of every tensor collective of this process to ``seconds``."""
+
+    def timed(start: Callable[..., Any]) -> Callable[..., Any]:
+        def started(self: ProcessTensorGroup, x: Tensor) -> Any:
+            result = start(self, x)
+            if isinstance(result, tuple):
+                return result[0], TimedWork(result[1], seconds)
+            return TimedWork(result, seconds)
+
+        return started
+
+    for name in ("start_all_reduce", "start_gather", "start_reduce_scatter"):
+        setattr(ProcessTensorGroup, name, timed(getattr(ProcessTensorGroup, name)))
+
+
+def benchmark_run(arguments: argparse.Namespace, tensor: dict[str, Any]) -> RunConfig:
+    """The measured model on one of the layouts."""
+    return run_from_dict(
+        {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "megastable": {
+                "model": {
+                    "num_layers": arguments.layers, "hidden_size": arguments.hidden, "seq_length": arguments.seq_length,
+                    "num_attention_heads": arguments.hidden // 64, "vocab_size": 2048,
+                },
+                "tensor_parallel": tensor,
+                "batch_rampup": {"final": 8},
+                "data": {"source": {"type": "stdlib"}},
+                "training": {"total_steps": 1000},
+            },
+        }
+    )  # fmt: skip
+
+
+def micro_batches(plan: RunPlan) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
+    """One step's worth of random tokens."""
+    batch, size = plan.ramp.at(0), plan.run.megastable.model
+    for _ in range(batch.num_microbatches):
+        ids = torch.randint(0, size.vocab_size, (batch.micro_batch_size, size.seq_length))
+        yield ids, (ids, torch.tensor(float(ids.numel())))
+
+
+def saved_megabytes(engine: TrainingEngine, plan: RunPlan) -> float:
+    """What one micro-batch leaves behind for its backward pass on this rank, parameters not counted."""
+    storages: dict[int, int] = {}
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in engine.deepspeed.module.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids, _ = next(micro_batches(plan))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden = engine.deepspeed.module(ids)
+    del hidden
+    return sum(storages.values()) / 2**20
+
+
+def main() -> None:
+    """Time the layouts in turns and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4, help="transformer blocks")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size, a multiple of 128")
+    parser.add_argument("--seq-length", type=int, default=256, help="tokens a sample")
+    parser.add_argument("--rounds", type=int, default=8, help="steps of each layout, in turns")
+    arguments = parser.parse_args()
+    seconds: dict[str, float] = defaultdict(float)
+    time_collectives(seconds)
+    launch = Launch.detect(os.environ)
+    with connected(launch):
+        engines = {}
+        for name, tensor in LAYOUTS.items():
+            run = benchmark_run(arguments, tensor)
+            plan = RunPlan.of(run, launch.world_size)
+            engines[name] = plan, TrainingEngine(run, plan.layout, plan.ramp, Path(tempfile.gettempdir()))
+        saved = {name: saved_megabytes(engine, plan) for name, (plan, engine) in engines.items()}
+        steps: dict[str, list[float]] = defaultdict(list)
+        shares: dict[str, list[float]] = defaultdict(list)
+        for turn in range(arguments.rounds + 1):
+            for name, (plan, engine) in engines.items():
+                seconds["tensor"] = 0.0
+                engine.rampup_hook.before_step(0)
+                result = engine.train_batch(micro_batches(plan), 1e-4)
+                if turn > 0:  # the first step of each sets things up
+                    steps[name].append(result.step_seconds)
+                    shares[name].append(seconds["tensor"] / result.step_seconds)
+        if launch.rank == 0:
+            print_table(steps, shares, saved)
+
+
+def print_table(steps: dict[str, list[float]], shares: dict[str, list[float]], saved: dict[str, float]) -> None:
+    """One row a layout; ratios are medians over the rounds."""
+    print("| layout | step, ratio to data 2 | waiting for tensor ranks | saved by a micro-batch of 2, MB a process |")
+    print("|---|---|---|---|")
+    for name, times in steps.items():
+        ratio = statistics.median(own / base for own, base in zip(times, steps["data 2"], strict=True))
+        print(f"| {name} | {ratio:.2f} | {statistics.median(shares[name]):.0%} | {saved[name]:.1f} |")
+
+
+if __name__ == "__main__":
+    main()

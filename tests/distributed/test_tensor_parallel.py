@@ -1,0 +1,283 @@
+"""What goes wrong in silence when tensor ranks are wired wrongly: every gradient, skips, resumes, random streams."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from deepspeed.runtime.pipe import schedule
+from torch import nn
+
+from megastable.engine.checkpoint import load_checkpoint, save_checkpoint
+from megastable.engine.tensor_group import ProcessTensorGroup
+from megastable.engine.training_engine import TrainingEngine
+from megastable.engine.upstream_fixes import accumulated_gradient
+from megastable.model.tensor_parallel import RowParallelLinear, Shard
+from tests.model.test_against_transformers import VOCAB_SIZE, bloom, gpt2, our_run
+from tests.support.ranks import run_ranks
+from tests.support.reference import ReferenceModel, train_reference
+from tests.support.steps import build_engine, train
+from tests.support.tiny_run import tiny_run
+from tests.support.tokens import global_batch
+
+LAYOUTS = {
+    "pipe 2 x tensor 2": (2, 2, False),
+    "pipe 2 x tensor 2, slices": (2, 2, True),
+    "data 2 x tensor 2, slices": (1, 2, True),
+    "tensor 4": (1, 4, False),
+}
+MODEL: dict[str, Any] = {
+    "megastable__model__position_embedding": "learned",
+    "megastable__model__activation": "swiglu",
+    "megastable__model__num_key_value_heads": 2,
+    "megastable__batch_rampup": {"final": 4},
+}
+
+
+def run_on(layout: str, **changes: Any) -> Any:
+    num_stages, size, slices = LAYOUTS[layout]
+    return tiny_run(
+        **changes,
+        megastable__pipeline__num_stages=num_stages,
+        megastable__tensor_parallel={"size": size, "sequence_parallel": slices},
+    )
+
+
+def named_parameters(engine: TrainingEngine) -> dict[str, tuple[nn.Parameter, Shard | None]]:
+    """Parameters by their name in the whole model, with the part of it that this rank holds."""
+    found = {}
+    for prefix, module in engine.deepspeed.module.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            shard = getattr(module, "shard", None)
+            # A row-parallel layer splits its weight, not its bias.
+            split = shard is not None and getattr(parameter, "model_parallel", False)
+            found[f"{prefix}.{name}".removeprefix("tied_modules.")] = (parameter, shard if split else None)
+    return found
+
+
+def largest_gradient_error() -> dict[str, float]:
+    """By layout of one replica: how far a gradient on this rank is from its part of the one-process gradient."""
+    return {layout: _gradient_error(layout) for layout in LAYOUTS if layout.startswith(("pipe", "tensor"))}
+
+
+def _gradient_error(layout: str) -> float:
+    run = run_on(layout, **MODEL, gradient_clipping=0.0)
+    plan, engine = build_engine(run)
+    instructions = engine.deepspeed._INSTRUCTION_MAP
+    gradients: dict[str, torch.Tensor] = {}
+
+    def keep_then_reduce(pipeline_engine: Any) -> None:
+        for name, (parameter, _) in named_parameters(engine).items():
+            gradient = accumulated_gradient(parameter)
+            assert gradient is not None, name
+            gradients[name] = gradient.detach().clone()
+        instructions[schedule.ReduceGrads](pipeline_engine)
+
+    engine.deepspeed._INSTRUCTION_MAP = {**instructions, schedule.ReduceGrads: keep_then_reduce}
+    train(plan, engine, 1)
+
+    size, model = run.megastable.model, ReferenceModel(tiny_run(**MODEL))
+    ids, labels = global_batch(0, 4, size.seq_length, size.vocab_size)
+    logits = model(ids)[..., : size.vocab_size]
+    nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert gradients.keys() <= expected.keys() and len(gradients) > 10
+    errors = []
+    for name, (_, shard) in named_parameters(engine).items():
+        part = expected[name] if shard is None else shard.of(expected[name])
+        errors.append(float((gradients[name].view_as(part) - part).norm() / expected[name].norm()))
+    return max(errors)
+
+
+def test_every_gradient_is_its_part_of_the_one_process_gradient() -> None:
+    for errors in run_ranks(largest_gradient_error, world_size=4):
+        assert max(errors.values()) < 1e-5, errors
+
+
+def twenty_steps() -> dict[str, list[tuple[float, float]]]:
+    """Loss and norm over 20 steps, by layout."""
+    rows = {layout: train(*build_engine(run_on(layout, **MODEL)), 20)[1] for layout in LAYOUTS}
+    return {layout: [(row["loss"], row["grad_norm"]) for row in steps] for layout, steps in rows.items()}
+
+
+def test_twenty_steps_are_those_of_one_process() -> None:
+    expected, _ = train_reference(tiny_run(**MODEL), 20)
+    for layout, rows in run_ranks(twenty_steps, world_size=4)[0].items():
+        assert [loss for loss, _ in rows] == pytest.approx([step.loss for step in expected], rel=1e-5), layout
+        assert [norm for _, norm in rows] == pytest.approx([step.grad_norm for step in expected], rel=1e-5), layout
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16, fp32 sums": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 7}},
+}
+ROUGH: dict[str, Any] = {
+    "megastable__model__dropout": 0.1,
+    "megastable__training__fp16_on_cpu": True,
+    "megastable__batch_rampup": {"steps": [[0, 4], [8, 8]], "micro_batch_size_steps": [[8, 2]]},
+    "megastable__pipeline__activation_checkpointing": True,
+}
+
+
+def one_bad_whole_parameter() -> dict[str, Any]:
+    """One inf in the gradient of a norm, on tensor rank 1 alone, at step 1: what every rank did in 4 steps."""
+    results = {}
+    for name, changes in PRECISIONS.items():
+        plan, engine = build_engine(run_on("pipe 2 x tensor 2", **ROUGH, **changes))
+        norm = next(p for n, p in engine.deepspeed.module.named_parameters() if n.endswith("attention_norm.weight"))
+        armed = [False]
+
+        def poison(gradient: torch.Tensor, armed: list[bool] = armed) -> torch.Tensor:
+            return torch.full_like(gradient, torch.inf) if armed[0] else gradient
+
+        norm.register_hook(poison)
+
+        def arm(state: Any, armed: list[bool] = armed) -> None:
+            armed[0] = state.step == 1 and torch.distributed.get_rank() == 3  # last stage, tensor rank 1
+
+        rows = train(plan, engine, 4, before_step=arm)[1]
+        whole = [p.detach().flatten() for p in engine.deepspeed.module.parameters() if not is_split(p)]
+        together = torch.cat(whole).float()
+        copies = [torch.empty_like(together) for _ in range(2)]
+        torch.distributed.all_gather(copies, together, group=engine.deepspeed.grid.get_slice_parallel_group())
+        results[name] = {
+            "skipped": [row["skipped"] for row in rows],
+            "finite": all(bool(torch.isfinite(p).all()) for p in engine.deepspeed.module.parameters()),
+            "copies_equal": torch.equal(*copies),
+        }
+    return results
+
+
+def is_split(parameter: nn.Parameter) -> bool:
+    return bool(getattr(parameter, "model_parallel", False))
+
+
+def test_one_bad_value_on_one_tensor_rank_skips_the_step_everywhere() -> None:
+    for results in run_ranks(one_bad_whole_parameter, world_size=4):
+        for name, result in results.items():
+            assert result["skipped"] == [False, True, False, False], name
+            assert result["finite"], f"{name}: the bad value was applied"
+            assert result["copies_equal"], f"{name}: whole parameters drifted apart between tensor ranks"
+
+
+def interrupted_and_not(layout: str, folder: str) -> dict[str, Any]:
+    """Every precision: a whole run, and one saved and finished by a new engine; with dropout, recomputed."""
+    results = {}
+    for name, changes in PRECISIONS.items():
+        run = run_on(layout, **ROUGH, **changes)
+        plan, engine = build_engine(run)
+        whole = train(plan, engine, 6)[1]
+        plan, engine = build_engine(run)
+        state, first = train(plan, engine, 3)
+        saved = save_checkpoint(engine, Path(folder) / name, state, {}, "corpus")
+        plan, engine = build_engine(run)
+        torch.manual_seed(99)
+        second = train(plan, engine, 3, load_checkpoint(engine, saved))[1]
+        keep = ("loss", "grad_norm", "loss_scale", "global_batch_size")
+        results[name] = [[[row[key] for key in keep] for row in rows] for rows in (whole, first + second)]
+    return results
+
+
+@pytest.mark.parametrize("layout", ["pipe 2 x tensor 2", "data 2 x tensor 2, slices"])
+def test_a_resume_is_bit_equal(tmp_path: Path, layout: str) -> None:
+    for results in run_ranks(interrupted_and_not, world_size=4, layout=layout, folder=str(tmp_path)):
+        for name, (whole, resumed) in results.items():
+            assert whole == resumed, name
+
+
+def recomputed_and_not() -> dict[str, Any]:
+    """Steps with dropout, with activations kept and recomputed, without and with slices of the sequence."""
+    results = {}
+    for layout in ("pipe 2 x tensor 2", "pipe 2 x tensor 2, slices"):
+        for recomputed in (False, True):
+            changes = {**MODEL, "megastable__model__dropout": 0.2}
+            run = run_on(layout, **changes, megastable__pipeline__activation_checkpointing=recomputed)
+            rows = train(*build_engine(run), 4)[1]
+            results.setdefault(layout, []).append([(row["loss"], row["grad_norm"]) for row in rows])
+    return results
+
+
+def test_recomputation_plays_the_same_masks_back() -> None:
+    for layout, (kept, recomputed) in run_ranks(recomputed_and_not, world_size=4)[0].items():
+        for (loss, norm), (loss_again, norm_again) in zip(kept, recomputed, strict=True):
+            assert (loss_again, norm_again) == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-6)), layout
+
+
+def data_of_ranks() -> list[int]:
+    """Stage and replica, by which a rank reads its data."""
+    _, engine = build_engine(run_on("data 2 x tensor 2, slices"))
+    return [engine.stage, engine.replica]
+
+
+def test_tensor_ranks_read_the_same_data() -> None:
+    # Nothing else would notice: different batches on the ranks of one layer train on plausibly.
+    assert run_ranks(data_of_ranks, world_size=4) == [[0, 0], [0, 0], [0, 1], [0, 1]]
+
+
+def masks() -> dict[str, Any]:
+    """Which elements dropout kept, where tensor ranks hold the same and where they hold slices."""
+    kept = {}
+    for slices in (False, True):
+        run = tiny_run(
+            megastable__model__dropout=0.5,
+            megastable__tensor_parallel={"size": 2, "sequence_parallel": slices},
+        )
+        _, engine = build_engine(run)
+        finish = engine.deepspeed.module.forward_funcs[1]
+        finish.train()
+        kept[str(slices)] = (finish.dropout(torch.ones(2, 8, 32)) > 0).flatten().tolist()
+    return kept
+
+
+def test_ranks_drop_the_same_where_they_hold_the_same_and_otherwise_not() -> None:
+    first, second = run_ranks(masks, world_size=2)
+    assert first["False"] == second["False"]
+    assert first["True"] != second["True"]
+
+
+PEERS = {"gpt2": gpt2, "bloom": bloom}
+
+
+def logits_beside_transformers() -> dict[str, float]:
+    """How far the logits of a model split over all ranks are from those of `transformers` with the same weights."""
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    errors = {}
+    for name, make in PEERS.items():
+        for slices in (False, True):
+            torch.manual_seed(5)  # what is not randomised below is drawn the same on every rank
+            theirs, weights, model = make()
+            tensor = ProcessTensorGroup(world, rank, slices)
+            tensor.connect(torch.distributed.group.WORLD)
+            ours = ReferenceModel(our_run("auto", **model), tensor).eval()
+            copy_parts(ours, weights)
+            ids = torch.randint(VOCAB_SIZE, (2, 16), generator=torch.Generator().manual_seed(32))
+            with torch.no_grad():
+                share = ours(ids)
+                shares, work = tensor.start_gather(share.contiguous())
+                work.wait()
+                found = torch.cat(list(shares), dim=-1)[..., :VOCAB_SIZE]
+                errors[f"{name}, slices {slices}"] = float((found - theirs(ids).logits).abs().max())
+    return errors
+
+
+def copy_parts(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Give every parameter its part of the whole weight of that name; a padded vocabulary is filled up."""
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full = weights[f"{prefix}.{name}"]
+            shard = getattr(module, "shard", None)
+            if shard is not None and not (isinstance(module, RowParallelLinear) and name == "bias"):
+                padded = torch.full((shard.full_shape[0], *full.shape[1:]), 5.0)
+                padded[: len(full)] = full
+                full = shard.of(padded)
+            parameter.data.copy_(full)
+
+
+def test_a_split_model_has_the_logits_of_transformers() -> None:
+    for errors in run_ranks(logits_beside_transformers, world_size=2):
+        assert len(errors) == 4 and max(errors.values()) < 1e-4, errors

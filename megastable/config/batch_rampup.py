@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from megastable.config.section import Section
+from megastable.core.batch_rampup import BatchRampup, GlobalBatchSchedule, LinearRamp, StepRamp
 
 SamplePosition = Annotated[int, Field(ge=0)]
 BatchSize = Annotated[int, Field(ge=1)]
@@ -44,3 +45,22 @@ class BatchRampupConfig(Section):
         description="List of [from_global_batch_size, micro_batch_size]; below the first entry "
         "train_micro_batch_size_per_gpu holds. BLOOM-176B: [[784, 2]].",
     )
+
+    def schedule(self) -> GlobalBatchSchedule:
+        """The ramp in whichever form it has; the rules have found it sound."""
+        if self.steps is not None:
+            return StepRamp(tuple((from_sample, size) for from_sample, size in self.steps))
+        assert self.final is not None
+        if self.start is None:
+            return StepRamp(((0, self.final),))
+        assert self.increment is not None
+        sizes = {"start": self.start, "increment": self.increment, "final": self.final}
+        if self.samples_per_increment is not None:
+            return LinearRamp.per_increment(**sizes, samples_per_increment=self.samples_per_increment)
+        assert self.ramp_samples is not None
+        return LinearRamp(**sizes, ramp_samples=self.ramp_samples)
+
+    def ramp(self, micro_batch_size: int, data_parallel_size: int) -> BatchRampup:
+        """The ramp on a layout, with its micro-batch sizes."""
+        steps = tuple((size, micro) for size, micro in self.micro_batch_size_steps)
+        return BatchRampup(self.schedule(), micro_batch_size, data_parallel_size, steps)

@@ -25,6 +25,7 @@ from megastable.config.key_paths import (
     place_of,
     section_types,
 )
+from megastable.config.layout_rules import LaunchedRun
 from megastable.config.refused_keys import REFUSED_KEYS
 from megastable.config.rules import broken_rules
 from megastable.config.run_config import MegastableConfig, RunConfig
@@ -32,8 +33,12 @@ from megastable.config.section import Section
 from megastable.config.value_messages import message_for
 
 
-def check(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[Fault]]:
-    """Return the run and no faults, or None and all faults that can be told without fixing one first."""
+def check(raw: Mapping[str, Any], world_size: int | None = None) -> tuple[RunConfig | None, list[Fault]]:
+    """Return the run and no faults, or None and all faults that can be told without fixing one first.
+
+    Args:
+        world_size: processes that it is launched on, where that is known.
+    """
     faults: list[Fault] = []
     cleaned = copy.deepcopy(dict(raw))
     written_as: dict[Path, str] = {}
@@ -45,7 +50,7 @@ def check(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[Fault]]:
             _mend_key(cleaned, place, written_as)
         run, errors = _validate(cleaned)
     faults += [_value_fault(error, written_as) for error in errors]
-    faults += broken_rules(_valid_sections(cleaned))
+    faults += broken_rules({**_valid_sections(cleaned), **_launched_run(cleaned, world_size)})
     return (None if faults else run), faults
 
 
@@ -101,6 +106,14 @@ def _valid_sections(raw: Mapping[str, Any]) -> dict[type[Section], Section]:
     if isinstance(own, dict):
         found.update(_valid_fields(MegastableConfig, own))
     return found
+
+
+def _launched_run(raw: Mapping[str, Any], world_size: int | None) -> dict[type[Section], Section]:
+    key = "train_micro_batch_size_per_gpu"
+    size = raw.get(key, RunConfig.model_fields[key].default)
+    if world_size is None or type(size) is not int or size < 1:
+        return {}
+    return {LaunchedRun: LaunchedRun(world_size=world_size, micro_batch_size=size)}
 
 
 def _valid_fields(owner: type[Section], raw: Mapping[str, Any]) -> Iterator[tuple[type[Section], Section]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import get_type_hints
 
-from megastable.config import model_rules, run_rules, tensor_rules
+from megastable.config import layout_rules, model_rules, run_rules, tensor_rules
 from megastable.config.faults import Fault
 from megastable.config.section import Section
 
@@ -35,6 +35,8 @@ RULES: tuple[Rule, ...] = (
     run_rules.adamw_decouples_weight_decay,
     run_rules.min_lr_is_not_above_lr,
     run_rules.warmup_ends_before_decay,
+    layout_rules.processes_are_whole_replicas,
+    layout_rules.batches_divide_among_replicas,
 )
 """To add a rule: a function whose parameters are typed with the sections that it needs, and a line here."""
 

@@ -14,12 +14,13 @@ from megastable.config.overrides import apply_overrides
 from megastable.config.run_config import RunConfig
 
 
-def load_run_file(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+def load_run_file(path: Path | str, overrides: Sequence[str] = (), world_size: int | None = None) -> RunConfig:
     """Read and check a run file.
 
     Args:
         path: a JSON file with DeepSpeed's keys and a section "megastable".
         overrides: ``path.to.key=value`` each; the path is the file's own, the value JSON or a bare string.
+        world_size: processes that it is launched on; None leaves out what depends on their number.
 
     Raises:
         ConfigError: the file cannot be read, is not JSON, or holds faults; all of them are listed.
@@ -28,22 +29,26 @@ def load_run_file(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     raw, faults = _read(Path(path))
     if not isinstance(raw, dict):
         raise ConfigError(source, [Fault("", NO_VALUE, "the file must hold a JSON object: {...}")])
-    return _checked(raw, source, overrides, faults)
+    return _checked(raw, source, overrides, faults, world_size)
 
 
-def run_from_dict(raw: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "run") -> RunConfig:
+def run_from_dict(
+    raw: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "run", world_size: int | None = None
+) -> RunConfig:
     """Check a run that is already parsed, such as a dumped ``RunConfig``; ``raw`` is left as it is.
 
     Raises:
         ConfigError: as ``load_run_file``; ``source`` stands in for the file's name.
     """
     # A copy through JSON: overrides write into it, and tuples of a Python caller become lists.
-    return _checked(json.loads(json.dumps(raw)), source, overrides, [])
+    return _checked(json.loads(json.dumps(raw)), source, overrides, [], world_size)
 
 
-def _checked(raw: dict[str, Any], source: str, overrides: Sequence[str], faults: Sequence[Fault]) -> RunConfig:
+def _checked(
+    raw: dict[str, Any], source: str, overrides: Sequence[str], faults: Sequence[Fault], world_size: int | None
+) -> RunConfig:
     all_faults = [*faults, *apply_overrides(raw, overrides)]
-    run, found = check(raw)
+    run, found = check(raw, world_size)
     all_faults += found
     if run is None or all_faults:
         raise ConfigError(source, all_faults)

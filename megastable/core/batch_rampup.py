@@ -21,6 +21,14 @@ from typing import Protocol
 from megastable.core.errors import UserError
 
 
+class BatchDivisionError(UserError):
+    """Batches of a ramp that do not divide among replicas and micro-batches; ``faults`` has one line for each."""
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        super().__init__("\n  ".join(["megastable.batch_rampup does not fit the layout:", *faults]))
+        self.faults = tuple(faults)
+
+
 class GlobalBatchSchedule(Protocol):
     """Maps consumed samples to a global batch size, and tells where the next size begins."""
 
@@ -135,8 +143,8 @@ class BatchRampup:
         Steps are never cut: the last one may consume past ``total_samples``.
 
         Raises:
-            UserError: a global batch of the run does not divide by micro-batch size x data-parallel size; all such
-                sizes are named with their legal neighbours.
+            BatchDivisionError: a global batch of the run does not divide by micro-batch size x data-parallel size; all
+                such sizes are named with their legal neighbours.
         """
         phases: list[RampPhase] = []
         faults: list[str] = []
@@ -153,7 +161,7 @@ class BatchRampup:
             step += num_steps
             consumed += num_steps * batch.global_batch_size
         if faults:
-            raise UserError("The batch ramp does not fit the layout:\n" + "\n".join(faults))
+            raise BatchDivisionError(faults)
         return _merge_equal_neighbours(phases)
 
     def _division_fault(self, batch: Batch, consumed_samples: int) -> list[str]:
@@ -165,7 +173,7 @@ class BatchRampup:
         upper = next(near for near in count(size) if near % self._unit(near) == 0)
         neighbours = f"{lower} or {upper}" if lower else f"{upper}"
         return [
-            f"  megastable.batch_rampup: global batch {size} (from sample {consumed_samples:,}) is not a multiple of "
+            f"global batch {size} (from sample {consumed_samples:,}) is not a multiple of "
             f"micro-batch size {batch.micro_batch_size} x data-parallel size {self.data_parallel_size} = {unit}; "
             f"the nearest legal sizes are {neighbours}"
         ]

@@ -46,10 +46,10 @@ def run_command(request: RunRequest) -> int:
 
 
 def _plan_and_train(request: RunRequest) -> None:
-    run = load_run_file(request.run_file, request.overrides)
     check_hostfile()
-    check_monitor_packages(run)
     launch = Launch.detect(os.environ)
+    run = load_run_file(request.run_file, request.overrides, launch.world_size)
+    check_monitor_packages(run)
     plan = RunPlan.of(run, launch.world_size)
     folder = RunFolder(request.run_dir or Path("runs") / request.run_file.stem)
     checkpoint = _find_checkpoint(request, folder, run, launch)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megastable.config import BatchRampupConfig, ModelConfig, RunConfig
-from megastable.core.batch_rampup import BatchRampup, GlobalBatchSchedule, LinearRamp, RampPhase, RunLength, StepRamp
+from megastable.config import ModelConfig, RunConfig
+from megastable.core.batch_rampup import BatchRampup, RampPhase, RunLength
 from megastable.core.flops import ModelShape
 from megastable.core.layout import ParallelLayout
 from megastable.core.lr_schedule import LR_SCHEDULES, WarmupSchedule
@@ -38,12 +38,7 @@ class RunPlan:
             sections.tensor_parallel.size,
             expected_world_size=sections.training.world_size,
         )
-        ramp = BatchRampup(
-            global_batch_schedule(sections.batch_rampup),
-            run.train_micro_batch_size_per_gpu,
-            layout.data_parallel_size,
-            tuple((size, micro) for size, micro in sections.batch_rampup.micro_batch_size_steps),
-        )
+        ramp = sections.batch_rampup.ramp(run.train_micro_batch_size_per_gpu, layout.data_parallel_size)
         phases = ramp.phases(total_samples=sections.training.total_samples, total_steps=sections.training.total_steps)
         length = RunLength.of(phases)
         shape = model_shape(sections.model)
@@ -58,21 +53,6 @@ class RunPlan:
             model_flops_per_sample=shape.model_flops_per_sample,
             hardware_flops_per_sample=shape.hardware_flops_per_sample(recomputed),
         )
-
-
-def global_batch_schedule(rampup: BatchRampupConfig) -> GlobalBatchSchedule:
-    """The ramp of a run file, in whichever of its forms."""
-    if rampup.steps is not None:
-        return StepRamp(tuple((from_sample, size) for from_sample, size in rampup.steps))
-    assert rampup.final is not None  # the config rules see to it, here and below
-    if rampup.start is None:
-        return StepRamp(((0, rampup.final),))
-    assert rampup.increment is not None
-    sizes = {"start": rampup.start, "increment": rampup.increment, "final": rampup.final}
-    if rampup.samples_per_increment is not None:
-        return LinearRamp.per_increment(**sizes, samples_per_increment=rampup.samples_per_increment)
-    assert rampup.ramp_samples is not None
-    return LinearRamp(**sizes, ramp_samples=rampup.ramp_samples)
 
 
 def learning_rate_schedule(run: RunConfig, length: RunLength) -> WarmupSchedule:

@@ -22,11 +22,11 @@ TOKENS = np.random.default_rng(5).integers(0, 300, 16 * 12 + 6)  # 13 samples, t
 def evaluations() -> dict[str, float]:
     """The validation loss after some steps, by stages and tensor ranks."""
     losses = {}
-    for num_stages, tensor_size in ((1, 1), (2, 1), (1, 2)):
+    for num_stages, tensor_size in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4)):
         run = tiny_run(
             **RUN,
             megastable__pipeline__num_stages=num_stages,
-            megastable__tensor_parallel={"size": tensor_size, "sequence_parallel": tensor_size > 1},
+            megastable__tensor_parallel={"size": tensor_size, "sequence_parallel": (num_stages, tensor_size) == (1, 2)},
         )
         plan, engine = build_engine(run)
         train(plan, engine, NUM_STEPS)
@@ -50,5 +50,5 @@ def test_an_evaluation_equals_one_process() -> None:
         logits = model(inputs)[..., : run.megastable.model.vocab_size]
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL).item()
     for losses in run_ranks(evaluations, world_size=4):
-        assert len(losses) == 3
+        assert len(losses) == 5
         assert losses == {name: pytest.approx(expected, rel=1e-5) for name in losses}

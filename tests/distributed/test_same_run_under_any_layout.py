@@ -85,9 +85,3 @@ def test_losses_and_norms_equal_one_process(world_size: int, variant: str) -> No
 @pytest.mark.parametrize("world_size", ONE_REPLICA)
 def test_fewer_micro_batches_than_stages(world_size: int) -> None:
     assert_equal_to_one_process(FEW_MICRO_BATCHES, world_size, ONE_REPLICA[world_size])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("slices", [False, True])
-def test_all_three_axes_at_once(slices: bool) -> None:
-    assert_equal_to_one_process(VARIANTS["tied rotary"], 8, [Layout(2, 2, slices)])

@@ -126,10 +126,10 @@ FULL: dict[str, Any] = {
 """Every section and nearly every key, none at its default."""
 
 
-def faults_of(raw: dict[str, Any], overrides: Sequence[str] = ()) -> tuple[Fault, ...]:
+def faults_of(raw: dict[str, Any], overrides: Sequence[str] = (), world_size: int | None = None) -> tuple[Fault, ...]:
     """The faults of a run; none when it is legal."""
     try:
-        run_from_dict(raw, overrides)
+        run_from_dict(raw, overrides, world_size=world_size)
     except ConfigError as error:
         return error.faults
     return ()

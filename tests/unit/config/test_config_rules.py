@@ -16,6 +16,7 @@ class Case:
     broken: tuple[str, ...]
     path: str
     legal: tuple[str, ...]
+    world_size: int | None = None
 
 
 M = "megastable"
@@ -272,6 +273,27 @@ CASES = (
             f'{M}.lr_schedule.decay={{"fraction": 0.01}}',
         ),
     ),
+    Case(
+        "processes_are_whole_replicas",
+        (f"{M}.pipeline.num_stages=2", f"{M}.tensor_parallel.size=2"),
+        "",
+        (f"{M}.pipeline.num_stages=3", f"{M}.tensor_parallel.size=2"),
+        world_size=6,
+    ),
+    Case(
+        "processes_are_whole_replicas",
+        (f"{M}.training.world_size=4",),
+        "",
+        (f"{M}.training.world_size=2",),
+        world_size=2,
+    ),
+    Case(
+        "batches_divide_among_replicas",
+        (f"{M}.batch_rampup.final=33",),
+        f"{M}.batch_rampup",
+        (f"{M}.batch_rampup.final=33", f"{M}.pipeline.num_stages=2"),
+        world_size=2,
+    ),
 )
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
 
@@ -286,20 +308,36 @@ def test_rules_are_documented():
 
 @each_case
 def test_broken_rule_is_the_only_fault(case: Case):
-    (fault,) = faults_of(MINIMAL, case.broken)
+    (fault,) = faults_of(MINIMAL, case.broken, case.world_size)
     assert fault.path == case.path
     assert fault.message
 
 
 @each_case
 def test_near_miss_is_legal(case: Case):
-    assert faults_of(MINIMAL, case.legal) == ()
+    assert faults_of(MINIMAL, case.legal, case.world_size) == ()
 
 
 @each_case
 def test_a_fault_in_another_section_does_not_hide_the_rule(case: Case):
-    faults = faults_of(MINIMAL, (*case.broken, "megastable.logging.interval=0", "wandb.enable=true"))
+    faults = faults_of(MINIMAL, (*case.broken, "megastable.logging.interval=0", "wandb.enable=true"), case.world_size)
     assert {fault.path for fault in faults} == {case.path, "megastable.logging.interval", "wandb.enable"}
+
+
+def test_a_launch_hears_of_every_division_at_once():
+    overrides = (
+        "train_micro_batch_size_per_gpu=3",
+        f"{M}.tensor_parallel.size=8",
+        f"{M}.model.ffn_hidden_size=500",
+        f'{M}.batch_rampup={{"steps": [[0, 16], [160, 32]]}}',
+    )
+    faults = faults_of(MINIMAL, overrides, world_size=8)
+    assert [fault.path for fault in faults] == [
+        f"{M}.model.num_attention_heads", f"{M}.model.ffn_hidden_size",
+        f"{M}.batch_rampup", f"{M}.batch_rampup",
+    ]  # fmt: skip
+    assert "nearest legal sizes are 15 or 18" in faults[2].message
+    assert "nearest legal sizes are 30 or 33" in faults[3].message
 
 
 def test_unfit_ramp_names_the_legal_neighbours():

@@ -12,7 +12,7 @@ from megastable.core.batch_rampup import Batch, LinearRamp, RunLength, StepRamp
 from megastable.core.errors import UserError
 from megastable.core.flops import tflops_per_device
 from megastable.core.lr_schedule import LR_SCHEDULES
-from megastable.training.run_plan import RunPlan, global_batch_schedule
+from megastable.training.run_plan import RunPlan
 from tests.support.tiny_run import tiny_run
 
 quick = settings(max_examples=25, deadline=None)  # no deadline: the machine may be busy
@@ -205,7 +205,7 @@ def test_blooms_published_throughput_from_its_file(bloom: RunPlan) -> None:
 )
 def test_every_form_of_the_ramp(ramp: dict[str, Any], schedule: object) -> None:
     run = tiny_run(megastable__batch_rampup=ramp)
-    assert global_batch_schedule(run.megastable.batch_rampup) == schedule
+    assert run.megastable.batch_rampup.schedule() == schedule
 
 
 def test_a_layout_that_does_not_fit_is_refused() -> None:

@@ -51,6 +51,18 @@ class ModelConfig(Section):
     attention: Literal["auto", "sdpa", "math"] = Field(
         default="auto", description="Attention backend; auto takes the fastest that fits the model and device."
     )
+    qk_norm: bool = Field(
+        default=False,
+        description="A norm over each head's query and key before their product, which bounds the logits.",
+    )
+    attention_logit_cap: float | None = Field(
+        default=None,
+        gt=0,
+        description="Attention logits x become cap * tanh(x / cap), by the math backend, as auto then does. null: off.",
+    )
+    output_logit_cap: float | None = Field(
+        default=None, gt=0, description="The same for the logits of the vocabulary. null: off."
+    )
 
     @property
     def kv_heads(self) -> int:

@@ -74,6 +74,18 @@ def std_belongs_to_fixed(init: InitConfig) -> Iterator[Fault]:
         )
 
 
+def head_std_needs_a_head(init: InitConfig, model: ModelConfig) -> Iterator[Fault]:
+    """A tied head has the embedding's weights."""
+    if init.head_std is not None and model.tie_embeddings:
+        yield Fault("megastable.init.head_std", init.head_std, "needs megastable.model.tie_embeddings to be false")
+
+
+def capped_attention_is_plain(model: ModelConfig) -> Iterator[Fault]:
+    """The fused kernel has no place for the cap."""
+    if model.attention_logit_cap is not None and model.attention == "sdpa":
+        yield Fault("megastable.model.attention", "sdpa", "must be auto or math with attention_logit_cap")
+
+
 def bpe_fits_the_model(data: DataConfig, model: ModelConfig) -> Iterator[Fault]:
     """The model has a row for every token that the BPE learns, and the BPE has room for every byte."""
     if not isinstance(data.tokenizer, BpeTokenizerConfig):

@@ -18,6 +18,8 @@ RULES: tuple[Rule, ...] = (
     model_rules.every_stage_has_a_layer,
     model_rules.world_size_holds_whole_replicas,
     model_rules.std_belongs_to_fixed,
+    model_rules.head_std_needs_a_head,
+    model_rules.capped_attention_is_plain,
     model_rules.bpe_fits_the_model,
     model_rules.bytes_fit_the_model,
     model_rules.evaluation_needs_validation_data,

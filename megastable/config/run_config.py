@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+import math
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from megastable.config.batch_rampup import BatchRampupConfig
 from megastable.config.data import DataConfig
@@ -25,10 +29,27 @@ from megastable.config.sections import (
     CheckpointConfig,
     InitConfig,
     LoggingConfig,
+    MonitorsConfig,
     PipelineConfig,
     TensorParallelConfig,
     TrainingConfig,
 )
+
+CUSTOMARY_CLIP_NORM = 0.5
+"""Of a GPT, which is the only kind of model here."""
+
+
+def _number_or_auto(value: object) -> object:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    if value != "auto" and not is_number:
+        raise PydanticCustomError("clip_norm", 'must be a number of at least 0, or "auto"')
+    return value
+
+
+ClipNorm = Annotated[
+    float | Literal["auto"],
+    BeforeValidator(_number_or_auto, json_schema_input_type=Annotated[float, Field(ge=0)] | Literal["auto"]),
+]
 
 
 class MegastableConfig(Section):
@@ -48,6 +69,9 @@ class MegastableConfig(Section):
     init: InitConfig = Field(default_factory=InitConfig, description="Standard deviation of fresh weights.")
     data: DataConfig = Field(description="What the model reads.")
     training: TrainingConfig = Field(description="How long to train, and how to evaluate.")
+    monitors: MonitorsConfig = Field(
+        default_factory=MonitorsConfig, description="What is watched while a run goes on, and how often."
+    )
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="When to save.")
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description="What is printed.")
 
@@ -63,8 +87,10 @@ class RunConfig(Section):
         ge=1,
         description="Samples of one micro-batch; megastable.batch_rampup.micro_batch_size_steps may raise it later.",
     )
-    gradient_clipping: float = Field(
-        default=1.0, ge=0, description="Gradients are scaled down to this global norm; 0 means no clipping."
+    gradient_clipping: ClipNorm = Field(
+        default=1.0,
+        description='Gradients are scaled down to this global norm; 0 means no clipping, "auto" the customary value '
+        f"of a GPT, {CUSTOMARY_CLIP_NORM}.",
     )
     communication_data_type: Dtype | None = Field(
         default=None,
@@ -87,3 +113,8 @@ class RunConfig(Section):
     comet: CometConfig = Field(default_factory=CometConfig, description="DeepSpeed's Comet monitor.")
     csv_monitor: CsvMonitorConfig = Field(default_factory=CsvMonitorConfig, description="DeepSpeed's CSV monitor.")
     megastable: MegastableConfig = Field(description="Everything that DeepSpeed has no key for.")
+
+    @property
+    def clip_norm(self) -> float:
+        """The global norm to which gradients are scaled down; 0 for no clipping."""
+        return CUSTOMARY_CLIP_NORM if self.gradient_clipping == "auto" else self.gradient_clipping

@@ -57,6 +57,14 @@ class InitConfig(Section):
         default=True,
         description="Divide the std of projections that write into the residual stream by sqrt(2 num_layers).",
     )
+    embedding_std: float | None = Field(
+        default=None,
+        gt=0,
+        description="Standard deviation of the token embedding (and a tied head); null: the scheme's.",
+    )
+    head_std: float | None = Field(
+        default=None, gt=0, description="Standard deviation of an untied head; null: the scheme's."
+    )
 
     @field_validator("scheme")
     @classmethod
@@ -81,8 +89,37 @@ class TrainingConfig(Section):
         ge=1,
         description="Processes that this file is meant for; a launch with another number is refused.",
     )
+    z_loss: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight in the loss of the squared log of the softmax's normaliser; 1e-4 is customary, 0 is off.",
+    )
     fp16_on_cpu: bool = Field(
         default=False, description="Allow fp16 on a CPU, where its arithmetic is slow: for trying things out."
+    )
+
+
+class MonitorsConfig(Section):
+    """What is watched while a run goes on, and how often."""
+
+    interval: int = Field(
+        default=10,
+        ge=0,
+        description="Steps between two looks at every layer: norms, updates, largest activations; 0 means never.",
+    )
+    consistency_interval: int = Field(
+        default=100,
+        ge=0,
+        description="Steps between two checks that weights which should be equal on several ranks are; 0 means never.",
+    )
+    headroom_warning: float = Field(
+        default=0.25,
+        gt=0,
+        le=1,
+        description="Share of the number format's maximum from which an activation or attention logit is warned of.",
+    )
+    max_skips_at_min_scale: int = Field(
+        default=10, ge=1, description="Skipped steps in a row at fp16.min_loss_scale after which the run stops."
     )
 
 

@@ -22,12 +22,13 @@ def deepspeed_config(run: RunConfig, batch: Batch, run_dir: Path, reduce_bucket_
             DeepSpeed's own default is 500 million, 2 GB in fp32 even for a tiny model.
     """
     config = run.model_dump(mode="json", exclude_none=True)
-    passed = ("gradient_clipping", "fp16", "bf16", "data_types", "communication_data_type", *MONITOR_SECTIONS)
+    passed = ("fp16", "bf16", "data_types", "communication_data_type", *MONITOR_SECTIONS)
     result: dict[str, Any] = {key: config[key] for key in passed if key in config}
     for section in MONITOR_FOLDERS:
         if section in result:
             folder = result[section].get("output_path") or str(run_dir / section)
             result[section]["output_path"] = folder
+    result["gradient_clipping"] = run.clip_norm
     result["train_batch_size"] = batch.global_batch_size
     result["train_micro_batch_size_per_gpu"] = batch.micro_batch_size
     result["gradient_accumulation_steps"] = batch.num_microbatches

@@ -65,7 +65,7 @@ def train_reference(run: RunConfig, num_steps: int) -> tuple[list[ReferenceStep]
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())  # a mean over the counted labels
         optimizer.zero_grad()
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), run.gradient_clipping or float("inf"))
+        norm = nn.utils.clip_grad_norm_(model.parameters(), run.clip_norm or float("inf"))
         for group in optimizer.param_groups:
             group["lr"] = plan.lr_schedule.at(consumed)
         optimizer.step()

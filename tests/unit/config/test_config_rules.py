@@ -274,6 +274,18 @@ CASES = (
         ),
     ),
     Case(
+        "head_std_needs_a_head",
+        (f"{M}.init.head_std=0.1",),
+        f"{M}.init.head_std",
+        (f"{M}.init.head_std=0.1", f"{M}.model.tie_embeddings=false"),
+    ),
+    Case(
+        "capped_attention_is_plain",
+        (f"{M}.model.attention_logit_cap=50", f"{M}.model.attention=sdpa"),
+        f"{M}.model.attention",
+        (f"{M}.model.attention_logit_cap=50", f"{M}.model.attention=math"),
+    ),
+    Case(
         "processes_are_whole_replicas",
         (f"{M}.pipeline.num_stages=2", f"{M}.tensor_parallel.size=2"),
         "",

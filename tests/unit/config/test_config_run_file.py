@@ -20,7 +20,7 @@ def refusal(path: Path, overrides: tuple[str, ...] = ()) -> str:
 def test_defaults(tmp_path: Path):
     run = load_run_file(written(tmp_path, MINIMAL))
     assert run.train_micro_batch_size_per_gpu == 1
-    assert run.gradient_clipping == 1.0
+    assert run.clip_norm == 1.0
     assert run.optimizer.params.betas == (0.9, 0.95)
     assert run.zero_optimization.stage == 1
     assert run.bf16.immediate_grad_update
@@ -117,7 +117,8 @@ def test_override_is_the_same_as_an_edit(tmp_path: Path, override: str, path: st
 
 
 def test_the_last_override_holds():
-    assert run_from_dict(MINIMAL, ["gradient_clipping=2", "gradient_clipping=3"]).gradient_clipping == 3
+    assert run_from_dict(MINIMAL, ["gradient_clipping=2", "gradient_clipping=3"]).clip_norm == 3
+    assert run_from_dict(MINIMAL, ["gradient_clipping=auto"]).clip_norm == 0.5
 
 
 def test_overrides_mend_a_file(tmp_path: Path):

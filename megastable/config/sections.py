@@ -48,7 +48,7 @@ class InitConfig(Section):
         default="megatron_530b",
         json_schema_extra={"enum": list(INIT_SCHEMES)},
         description="megatron_530b: sqrt(1/(3 hidden_size)); transformers_without_tears: sqrt(2/(5 hidden_size)); "
-        "fixed: std.",
+        "xavier: sqrt(2/(fan_in + fan_out)) of each matrix; fixed: std.",
     )
     std: float | None = Field(
         default=None, gt=0, description="Standard deviation; needed by, and only legal with, the scheme fixed."

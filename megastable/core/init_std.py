@@ -1,36 +1,52 @@
 """Standard deviations of freshly drawn weights, by width and depth.
 
 0.02 was right for GPT-2's widths and broke a 104B model; the formulas below shrink with the width. To add a scheme:
-a function of ``(hidden_size, fixed_std)`` and a line in ``INIT_SCHEMES``.
+a function of ``(MatrixSize, fixed_std)`` and a line in ``INIT_SCHEMES``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 
-def fixed(hidden_size: int, fixed_std: float | None) -> float:
+@dataclass(frozen=True)
+class MatrixSize:
+    """The whole matrix, over all tensor ranks, and the width of the model that it belongs to."""
+
+    fan_in: int
+    fan_out: int
+    hidden_size: int
+
+
+def fixed(size: MatrixSize, fixed_std: float | None) -> float:
     """The given number, whatever the width."""
     if fixed_std is None:
         raise ValueError("the scheme 'fixed' needs a std")
     return fixed_std
 
 
-def transformers_without_tears(hidden_size: int, fixed_std: float | None) -> float:
+def transformers_without_tears(size: MatrixSize, fixed_std: float | None) -> float:
     """sqrt(2 / (5 * hidden)), SmallInit of Nguyen and Salazar, arXiv 1910.05895, section 2.2."""
-    return math.sqrt(2.0 / (5.0 * hidden_size))
+    return math.sqrt(2.0 / (5.0 * size.hidden_size))
 
 
-def megatron_530b(hidden_size: int, fixed_std: float | None) -> float:
+def megatron_530b(size: MatrixSize, fixed_std: float | None) -> float:
     """sqrt(1 / (3 * hidden)), Smith et al., arXiv 2201.11990, section 3.2; 0.00482 at 14336 held for BLOOM-176B."""
-    return math.sqrt(1.0 / (3.0 * hidden_size))
+    return math.sqrt(1.0 / (3.0 * size.hidden_size))
 
 
-INIT_SCHEMES: dict[str, Callable[[int, float | None], float]] = {
+def xavier(size: MatrixSize, fixed_std: float | None) -> float:
+    """sqrt(2 / (fan_in + fan_out)), Glorot and Bengio, AISTATS 2010, equation 12, of each matrix as it is stored."""
+    return math.sqrt(2.0 / (size.fan_in + size.fan_out))
+
+
+INIT_SCHEMES: dict[str, Callable[[MatrixSize, float | None], float]] = {
     "fixed": fixed,
     "transformers_without_tears": transformers_without_tears,
     "megatron_530b": megatron_530b,
+    "xavier": xavier,
 }
 
 

@@ -61,7 +61,7 @@ class GptPipeline(PipelineModule):
                 topology=PipeModelDataParallelTopology(
                     num_pp=layout.num_stages, num_mp=layout.tensor_parallel_size, num_dp=layout.data_parallel_size
                 ),
-                loss_fn=token_mean_loss(run.megastable.model.vocab_size, tensor),
+                loss_fn=token_mean_loss(run.megastable.model.vocab_size, tensor, run.megastable.training.z_loss),
                 checkpointable_layers=[TransformerBlock.__name__],
             )
         if isinstance(tensor, ProcessTensorGroup):

@@ -10,6 +10,7 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rn
 from torch import Tensor, nn
 
 from megastable.core.layout import ParallelLayout
+from megastable.model.attention import SelfAttention
 from megastable.model.ends import VocabularyEmbedding
 from megastable.model.tensor_parallel import ColumnParallelLinear, OneProcess, RowParallelLinear, TensorGroup, Work
 
@@ -77,6 +78,18 @@ def _mark(parameter: nn.Parameter) -> None:
 def whole_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters of which every tensor rank has a copy: norms, positions, the biases of row-parallel layers."""
     return [parameter for parameter in module.parameters() if not getattr(parameter, "model_parallel", False)]
+
+
+def partial_parameters(module: nn.Module, sequence_parallel: bool) -> list[nn.Parameter]:
+    """The whole parameters whose gradient on a tensor rank is only a part of it.
+
+    The norms of queries and keys see the rank's heads; under sequence parallelism every whole parameter sees its slice.
+    """
+    if sequence_parallel:
+        return whole_parameters(module)
+    attentions = [child for child in module.modules() if isinstance(child, SelfAttention)]
+    norms = [norm for attention in attentions for norm in (attention.query_norm, attention.key_norm)]
+    return [parameter for norm in norms if norm is not None for parameter in norm.parameters()]
 
 
 def _started(work: dist.Work | None) -> Work:

@@ -23,6 +23,7 @@ from megastable.engine.optimizer import build_optimizer
 from megastable.engine.pipeline_module import GptPipeline
 from megastable.engine.rampup_hook import BatchRampupHook
 from megastable.engine.random_state import seed_rank
+from megastable.engine.tensor_group import partial_parameters
 
 LARGEST_BUCKET = 500_000_000
 """Elements; DeepSpeed's own default. A small model gets a bucket of its own size, which is allocated every step."""
@@ -51,8 +52,8 @@ class TrainingEngine:
         upstream_fixes.reduce_tied_gradients_where_they_are(engine)
         if layout.tensor_parallel_size > 1:
             tensor_gradients.check_gradients_of_every_rank(optimizer)
-        if run.megastable.tensor_parallel.sequence_parallel:
-            tensor_gradients.sum_gradients_of_slices(engine)
+            partial = partial_parameters(module, run.megastable.tensor_parallel.sequence_parallel)
+            tensor_gradients.sum_partial_gradients(engine, partial)
         self.deepspeed = engine
         self.configured_optimizer = upstream_fixes.ConfiguredOptimizer(optimizer)
         self.rampup_hook = BatchRampupHook(engine, ramp)

@@ -6,6 +6,7 @@ overflow there on values that a division afterwards would have saved.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megastable.config import ModelConfig
+from megastable.model.norms import make_norm
 from megastable.model.positions import AttentionBias, RotaryTable
 from megastable.model.tensor_parallel import (
     ColumnParallelLinear,
@@ -25,7 +27,9 @@ from megastable.model.tensor_parallel import (
 AttentionBackend = Callable[[Tensor, Tensor, Tensor, AttentionBias, float], Tensor]
 
 
-def math_attention(q: Tensor, k: Tensor, v: Tensor, bias: AttentionBias, dropout: float) -> Tensor:
+def math_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: AttentionBias, dropout: float, logit_cap: float | None = None
+) -> Tensor:
     """Two plain products with an fp32 softmax between them.
 
     Args:
@@ -33,11 +37,12 @@ def math_attention(q: Tensor, k: Tensor, v: Tensor, bias: AttentionBias, dropout
         k: (batch, key-value heads, seq, head_dim), like ``v``.
         bias: added to the scores, not scaled.
         dropout: share of attention weights dropped.
+        logit_cap: the scaled product x becomes cap * tanh(x / cap), before the bias.
     """
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = (q @ k.transpose(-1, -2)).float() + bias.get(q.shape[-2], q.device, torch.float32)
+    scores = soft_cap((q @ k.transpose(-1, -2)).float(), logit_cap) + bias.get(q.shape[-2], q.device, torch.float32)
     weights = F.dropout(torch.softmax(scores, dim=-1).to(q.dtype), dropout)
     return weights @ v
 
@@ -69,6 +74,26 @@ ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
 }
 
 
+def soft_cap(x: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(x / cap), which keeps x within the cap and leaves small values alone; None for no cap.
+
+    Gemma 2 (arXiv 2408.00118, section 2).
+    """
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
+class QueryKeyScale(nn.Module):
+    """Multiplies queries and keys by head_dim^(-1/4) each. Monitors look here at what is about to be multiplied."""
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.factor = head_dim**-0.25
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Both (batch, heads, seq, head_dim)."""
+        return q * self.factor, k * self.factor
+
+
 class SelfAttention(nn.Module):
     """Multi-head attention with grouped key-value heads, its heads split over the tensor ranks.
 
@@ -87,19 +112,26 @@ class SelfAttention(nn.Module):
         self.total_kv_heads = config.kv_heads
         self.dropout = config.dropout
         self.backend = ATTENTION_BACKENDS[config.attention]
+        if config.attention_logit_cap is not None:
+            self.backend = functools.partial(math_attention, logit_cap=config.attention_logit_cap)
         self.bias = bias
         self.rotary = rotary
         self.tensor = tensor
         self.query_key_value = ColumnParallelLinear(fused_projection_shard(config, tensor), tensor)
         self.output = RowParallelLinear(config.hidden_size, config.hidden_size, tensor)
+        self.query_norm = make_norm(config, config.head_dim) if config.qk_norm else None
+        self.key_norm = make_norm(config, config.head_dim) if config.qk_norm else None
+        self.scale = QueryKeyScale(config.head_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend; (batch, seq or slice, hidden) in and out."""
         q, k, v = self._project(x)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary is not None:
             q, k = self.rotary.rotate(q), self.rotary.rotate(k)
-        scale = self.head_dim**-0.25
-        return self.output(self._attend(q * scale, k * scale, v).transpose(1, 2).flatten(2))
+        q, k = self.scale(q, k)
+        return self.output(self._attend(q, k, v).transpose(1, 2).flatten(2))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not self.training or self.dropout == 0.0:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from megastable.config import ModelConfig
 from megastable.model.attention import SelfAttention
 from megastable.model.dropout import ResidualDropout
+from megastable.model.norms import make_norm
 from megastable.model.positions import AttentionBias, RotaryTable
 from megastable.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, Shard, TensorGroup
 
@@ -51,15 +52,6 @@ FEED_FORWARDS: dict[str, Callable[[ModelConfig, TensorGroup], nn.Module]] = {
     "gelu": GeluFeedForward,
     "swiglu": SwigluFeedForward,
 }
-NORMS: dict[str, Callable[[int, float], nn.Module]] = {
-    "layernorm": lambda hidden_size, eps: nn.LayerNorm(hidden_size, eps=eps),
-    "rmsnorm": lambda hidden_size, eps: nn.RMSNorm(hidden_size, eps=eps),
-}
-
-
-def make_norm(config: ModelConfig) -> nn.Module:
-    """The configured norm over the hidden dimension."""
-    return NORMS[config.norm](config.hidden_size, config.norm_eps)
 
 
 class TransformerBlock(nn.Module):
@@ -69,9 +61,9 @@ class TransformerBlock(nn.Module):
         self, config: ModelConfig, bias: AttentionBias, rotary: RotaryTable | None, tensor: TensorGroup
     ) -> None:
         super().__init__()
-        self.attention_norm = make_norm(config)
+        self.attention_norm = make_norm(config, config.hidden_size)
         self.attention = SelfAttention(config, bias, rotary, tensor)
-        self.feed_forward_norm = make_norm(config)
+        self.feed_forward_norm = make_norm(config, config.hidden_size)
         self.feed_forward = FEED_FORWARDS[config.activation](config, tensor)
         self.dropout = ResidualDropout(config.dropout, tensor)
 

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megastable.config import ModelConfig
-from megastable.model.block import make_norm
+from megastable.model.attention import soft_cap
 from megastable.model.dropout import ResidualDropout
+from megastable.model.norms import make_norm
 from megastable.model.tensor_parallel import (
     ColumnParallelLinear,
     Shard,
@@ -16,6 +17,18 @@ from megastable.model.tensor_parallel import (
     column_parallel_linear,
     sum_over_ranks,
 )
+
+
+class LogitCap(nn.Module):
+    """Caps the logits of the vocabulary where configured. Monitors look at them here, before the cap."""
+
+    def __init__(self, cap: float | None) -> None:
+        super().__init__()
+        self.cap = cap
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """Logits of any shape, in and out."""
+        return soft_cap(logits, self.cap)
 
 
 class VocabularyEmbedding(nn.Module):
@@ -28,6 +41,7 @@ class VocabularyEmbedding(nn.Module):
         super().__init__()
         self.shard, self.tensor = Shard.even((config.padded_vocab_size, config.hidden_size), 0, tensor), tensor
         self.weight = nn.Parameter(torch.empty(self.shard.shape))
+        self.cap = LogitCap(config.output_logit_cap)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """(batch, seq) int64 to (batch, seq or slice, hidden)."""
@@ -39,7 +53,8 @@ class VocabularyEmbedding(nn.Module):
 
 def tied_logits(embedding: VocabularyEmbedding, x: Tensor) -> Tensor:
     """(batch, seq or slice, hidden) to logits (batch, seq, share of the vocabulary) by the embedding's own weight."""
-    return column_parallel_linear(x, embedding.weight, None, embedding.tensor)
+    logits: Tensor = embedding.cap(column_parallel_linear(x, embedding.weight, None, embedding.tensor))
+    return logits
 
 
 class EmbeddingFinish(nn.Module):
@@ -50,7 +65,7 @@ class EmbeddingFinish(nn.Module):
         learned = config.position_embedding == "learned"
         self.tensor = tensor
         self.positions = nn.Embedding(config.seq_length, config.hidden_size) if learned else None
-        self.norm = make_norm(config) if config.embedding_norm else None
+        self.norm = make_norm(config, config.hidden_size) if config.embedding_norm else None
         self.dropout = ResidualDropout(config.dropout, tensor)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,7 +83,7 @@ class FinalNorm(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.norm = make_norm(config)
+        self.norm = make_norm(config, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, seq or slice, hidden) in and out."""
@@ -82,7 +97,8 @@ class OutputHead(nn.Module):
         super().__init__()
         shard = Shard.even((config.padded_vocab_size, config.hidden_size), 0, tensor)
         self.linear = ColumnParallelLinear(shard, tensor, bias=False)
+        self.cap = LogitCap(config.output_logit_cap)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, seq or slice, hidden) to (batch, seq, share of the padded vocabulary)."""
-        return self.linear(x)
+        return self.cap(self.linear(x))

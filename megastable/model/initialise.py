@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from megastable.config import RunConfig
-from megastable.core.init_std import INIT_SCHEMES, residual_output_std
-from megastable.model.ends import VocabularyEmbedding
-from megastable.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, Shard
+from megastable.core.init_std import INIT_SCHEMES, MatrixSize, residual_output_std
+from megastable.model.ends import OutputHead, VocabularyEmbedding
+from megastable.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 
 def draw_weights(module: nn.Module, layer_index: int, run: RunConfig) -> None:
@@ -21,19 +22,45 @@ def draw_weights(module: nn.Module, layer_index: int, run: RunConfig) -> None:
     process builds the layer and in which order. Matrices are normal with the scheme's std, the two projections into the
     residual stream with the smaller one, biases 0, norms 1.
     """
-    init, num_layers = run.megastable.init, run.megastable.model.num_layers
-    std = INIT_SCHEMES[init.scheme](run.megastable.model.hidden_size, init.std)
-    residual_std = residual_output_std(std, num_layers) if init.residual_scaling else std
-    for name, child in module.named_modules():
-        if not isinstance(child, ColumnParallelLinear | RowParallelLinear | VocabularyEmbedding | nn.Embedding):
-            continue
-        writes_residual = isinstance(child, RowParallelLinear)
+    for name, child in drawn_modules(module):
         generator = torch.Generator().manual_seed(weight_seed(run.megastable.training.seed, layer_index, name))
-        shard: Shard | None = getattr(child, "shard", None)
-        full = torch.empty(shard.full_shape if shard else child.weight.shape)
-        full.normal_(0.0, residual_std if writes_residual else std, generator=generator)
+        full = torch.empty(full_shape(child)).normal_(0.0, formula_std(module, child, run), generator=generator)
         with torch.no_grad():
-            child.weight.copy_(shard.of(full) if shard else full)
+            child.weight.copy_(full if isinstance(child, nn.Embedding) else child.shard.of(full))
+
+
+DrawnModule = ColumnParallelLinear | RowParallelLinear | VocabularyEmbedding | nn.Embedding
+
+
+def drawn_modules(layer: nn.Module) -> Iterator[tuple[str, DrawnModule]]:
+    """The modules of a layer whose weight is a drawn matrix, by name."""
+    for name, child in layer.named_modules():
+        if isinstance(child, DrawnModule):
+            yield name, child
+
+
+def full_shape(module: DrawnModule) -> tuple[int, ...]:
+    """(out, in) of the whole matrix, over all tensor ranks."""
+    return tuple(module.weight.shape) if isinstance(module, nn.Embedding) else module.shard.full_shape
+
+
+def formula_std(layer: nn.Module, module: DrawnModule, run: RunConfig) -> float:
+    """The std with which the matrix of ``module``, a part of ``layer``, is drawn."""
+    init, model = run.megastable.init, run.megastable.model
+    if isinstance(module, VocabularyEmbedding) and init.embedding_std is not None:
+        return init.embedding_std
+    if isinstance(layer, OutputHead) and init.head_std is not None:
+        return init.head_std
+    fan_out, fan_in = full_shape(module)
+    std = INIT_SCHEMES[init.scheme](MatrixSize(fan_in, fan_out, model.hidden_size), init.std)
+    writes_residual = isinstance(module, RowParallelLinear)
+    return residual_output_std(std, model.num_layers) if writes_residual and init.residual_scaling else std
+
+
+def measured_moments(module: DrawnModule) -> tuple[int, float, float]:
+    """Number, sum and sum of squares of this rank's part of the matrix."""
+    weight = module.weight.detach().double()
+    return weight.numel(), float(weight.sum()), float(weight.square().sum())
 
 
 def weight_seed(seed: int, layer_index: int, name: str) -> int:

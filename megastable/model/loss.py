@@ -15,7 +15,7 @@ from megastable.model.tensor_parallel import TensorGroup
 LossFunction = Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]
 
 
-def token_mean_loss(vocab_size: int, tensor: TensorGroup) -> LossFunction:
+def token_mean_loss(vocab_size: int, tensor: TensorGroup, z_loss: float = 0.0) -> LossFunction:
     """Cross-entropy in fp32 over the first ``vocab_size`` logits; what pads the vocabulary never reaches it.
 
     The returned function takes logits (batch, seq, the rank's share of the padded vocabulary) and ``(labels,
@@ -23,24 +23,30 @@ def token_mean_loss(vocab_size: int, tensor: TensorGroup) -> LossFunction:
     micro-batches over all replicas. It gives the micro-batch's summed token losses over that denominator, so that the
     engine's plain mean over micro-batches and replicas is the token mean of the global batch, however its counted
     tokens are spread.
+
+    Args:
+        z_loss: weight of the squared log-normaliser of every counted token, added to its loss while gradients are
+            wanted (PaLM, Chowdhery et al., arXiv 2204.02311, section 5); an evaluation is the plain cross-entropy.
     """
 
     def loss(logits: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
         labels, denominator = targets
-        total: Tensor = token_losses(logits, labels, vocab_size, tensor).sum()
+        weight = z_loss if torch.is_grad_enabled() else 0.0
+        total: Tensor = token_losses(logits, labels, vocab_size, tensor, weight).sum()
         return total / denominator.clamp(min=torch.finfo(torch.float32).tiny)  # a batch that counts nothing gives 0
 
     return loss
 
 
-def token_losses(logits: Tensor, labels: Tensor, vocab_size: int, tensor: TensorGroup) -> Tensor:
+def token_losses(logits: Tensor, labels: Tensor, vocab_size: int, tensor: TensorGroup, z_loss: float = 0.0) -> Tensor:
     """Cross-entropy of every token, (batch, seq) in fp32; 0 where the label is ignored. The logits stay where they are.
 
     Args:
         logits: (batch, seq, share of the padded vocabulary).
         labels: (batch, seq), of the whole vocabulary.
+        z_loss: as in ``token_mean_loss``.
     """
-    result: Tensor = _VocabularyCrossEntropy.apply(logits, labels, vocab_size, tensor)
+    result: Tensor = _VocabularyCrossEntropy.apply(logits, labels, vocab_size, tensor, z_loss)
     return result
 
 
@@ -48,7 +54,9 @@ class _VocabularyCrossEntropy(Function):
     """Three numbers a token travel between the ranks: its largest logit, its sum of exponentials, its label's logit."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, tensor: TensorGroup) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, tensor: TensorGroup, z_loss: float
+    ) -> Tensor:
         share = logits.shape[-1]
         start = tensor.rank * share
         shifted = logits.to(torch.float32, copy=True)
@@ -67,14 +75,18 @@ class _VocabularyCrossEntropy(Function):
         normalizer, label_logit = sums
 
         probabilities = exponentials.div_(normalizer.unsqueeze(-1))
-        ctx.save_for_backward(probabilities, position, held, labels)
-        ctx.dtype = logits.dtype
-        return (normalizer.log() - label_logit).masked_fill(labels == IGNORED_LABEL, 0.0)
+        log_normalizer = normalizer.log() + largest
+        ctx.save_for_backward(probabilities, position, held, labels, log_normalizer)
+        ctx.dtype, ctx.z_loss = logits.dtype, z_loss
+        losses = normalizer.log() - label_logit
+        if z_loss:
+            losses = losses + z_loss * log_normalizer**2
+        return losses.masked_fill(labels == IGNORED_LABEL, 0.0)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, position, held, labels = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        probabilities, position, held, labels, log_normalizer = ctx.saved_tensors
         of_token = gradients[0].masked_fill(labels == IGNORED_LABEL, 0.0).unsqueeze(-1)
-        gradient = probabilities * of_token
+        gradient = probabilities * (of_token * (1.0 + 2.0 * ctx.z_loss * log_normalizer.unsqueeze(-1)))
         gradient.scatter_add_(-1, position, -of_token.masked_fill(~held.unsqueeze(-1), 0.0))
-        return gradient.to(ctx.dtype), None, None, None
+        return gradient.to(ctx.dtype), None, None, None, None

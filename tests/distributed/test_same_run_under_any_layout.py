@@ -17,12 +17,13 @@ from tests.support.tiny_run import tiny_run
 NUM_STEPS = 8  # batches 4 4 4 8 8 12 12 12: fewer micro-batches than stages, then more
 VARIANTS: dict[str, dict[str, Any]] = {
     "tied rotary": {},
-    "untied learned swiglu rmsnorm": {
+    "untied learned swiglu rmsnorm, normed queries and keys": {
         "megastable__model__tie_embeddings": False,
         "megastable__model__position_embedding": "learned",
         "megastable__model__activation": "swiglu",
         "megastable__model__norm": "rmsnorm",
         "megastable__model__num_key_value_heads": 2,
+        "megastable__model__qk_norm": True,
     },
     "alibi embedding norm, micro-batch size 1 to 2, recomputed": {
         "megastable__model__position_embedding": "alibi",
@@ -30,7 +31,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "megastable__batch_rampup": {"steps": [[0, 4], [12, 8], [28, 16]], "micro_batch_size_steps": [[8, 2]]},
         "megastable__pipeline__activation_checkpointing": True,
     },
-    "no clipping, one key-value head": {"gradient_clipping": 0.0, "megastable__model__num_key_value_heads": 1},
+    "no clipping, one key-value head, capped logits, z-loss": {
+        "gradient_clipping": 0.0,
+        "megastable__model__num_key_value_heads": 1,
+        "megastable__model__qk_norm": True,
+        "megastable__model__attention_logit_cap": 1.0,
+        "megastable__model__output_logit_cap": 2.0,
+        "megastable__training__z_loss": 0.01,
+    },
 }
 # Only where all processes are stages of one replica: fewer micro-batches than stages, down to a single one.
 FEW_MICRO_BATCHES = {"megastable__batch_rampup": {"steps": [[0, 1], [2, 2], [6, 3], [12, 8]]}}

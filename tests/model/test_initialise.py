@@ -19,10 +19,11 @@ from tests.support.tiny_run import tiny_run
 from tests.support.tokens import global_batch
 
 HIDDEN_SIZE, NUM_LAYERS = 128, 8
-FORMULAS: dict[str, Callable[[int], float]] = {
-    "fixed": lambda hidden_size: 0.01,
-    "transformers_without_tears": lambda hidden_size: (2 / 5 / hidden_size) ** 0.5,
-    "megatron_530b": lambda hidden_size: (1 / 3 / hidden_size) ** 0.5,
+FORMULAS: dict[str, Callable[[int, tuple[int, ...]], float]] = {
+    "fixed": lambda hidden_size, shape: 0.01,
+    "transformers_without_tears": lambda hidden_size, shape: (2 / 5 / hidden_size) ** 0.5,
+    "megatron_530b": lambda hidden_size, shape: (1 / 3 / hidden_size) ** 0.5,
+    "xavier": lambda hidden_size, shape: (2 / sum(shape)) ** 0.5,
 }
 
 
@@ -35,9 +36,9 @@ def run_with(scheme: str = "megatron_530b", residual_scaling: bool = True, **cha
     )  # fmt: skip
 
 
-def wide_run(scheme: str = "megatron_530b", residual_scaling: bool = True) -> RunConfig:
+def wide_run(scheme: str = "megatron_530b", residual_scaling: bool = True, hidden_size: int = HIDDEN_SIZE) -> RunConfig:
     return run_with(
-        scheme, residual_scaling, megastable__model__num_layers=NUM_LAYERS, megastable__model__hidden_size=HIDDEN_SIZE,
+        scheme, residual_scaling, megastable__model__num_layers=NUM_LAYERS, megastable__model__hidden_size=hidden_size,
         megastable__model__position_embedding="learned", megastable__model__seq_length=64,
         megastable__model__activation="swiglu", megastable__model__tie_embeddings=False,
     )  # fmt: skip
@@ -55,17 +56,19 @@ def test_every_scheme_has_its_formula_here() -> None:
 
 @pytest.mark.parametrize("scheme", INIT_SCHEMES)
 @pytest.mark.parametrize("residual_scaling", [True, False])
-def test_the_std_of_every_matrix_is_that_of_the_formula(scheme: str, residual_scaling: bool) -> None:
-    run, std = wide_run(scheme, residual_scaling), FORMULAS[scheme](HIDDEN_SIZE)
-    # Of the whole model's depth: this block alone is built, as on the last of eight stages.
-    residual_std = std / math.sqrt(2 * NUM_LAYERS) if residual_scaling else std
+@pytest.mark.parametrize("hidden_size", [128, 192, 320])
+def test_the_std_of_every_matrix_is_that_of_the_formula(scheme: str, residual_scaling: bool, hidden_size: int) -> None:
+    run = wide_run(scheme, residual_scaling, hidden_size)
     measured = 0
     for index in (0, 1, NUM_LAYERS + 1, NUM_LAYERS + 3):  # lookup, positions, last block, head
         for name, weight in weights_of(run, index).items():
             if weight.dim() < 2:
                 continue
-            expected = residual_std if name in ("attention.output.weight", "feed_forward.output.weight") else std
-            error = 5 / math.sqrt(2 * weight.numel())  # of a std measured on this many numbers
+            expected = FORMULAS[scheme](hidden_size, tuple(weight.shape))
+            if residual_scaling and name in ("attention.output.weight", "feed_forward.output.weight"):
+                # Of the whole model's depth: this block alone is built, as on the last of eight stages.
+                expected /= math.sqrt(2 * NUM_LAYERS)
+            error = min(0.02, 5 / math.sqrt(2 * weight.numel()))  # of a std measured on this many numbers
             assert weight.std().item() == pytest.approx(expected, rel=error), f"layer {index} {name}"
             assert abs(weight.mean().item()) < 5 * expected / math.sqrt(weight.numel()), f"layer {index} {name}"
             measured += 1

@@ -10,9 +10,10 @@ import torch
 
 from megastable.config import ModelConfig
 from megastable.model.attention import ATTENTION_BACKENDS
-from megastable.model.block import FEED_FORWARDS, NORMS, TransformerBlock
+from megastable.model.block import FEED_FORWARDS, TransformerBlock
 from megastable.model.ends import EmbeddingFinish, FinalNorm, OutputHead, VocabularyEmbedding
 from megastable.model.layers import EMBEDDING_KEY, LAYERS_AFTER_BLOCKS, LAYERS_BEFORE_BLOCKS, gpt_layers
+from megastable.model.norms import NORMS
 from megastable.model.tensor_parallel import OneProcess
 from tests.support.reference import ReferenceModel
 from tests.support.tiny_run import tiny_run

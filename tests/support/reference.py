@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megastable.config import RunConfig, TensorParallelConfig
+from megastable.core.labels import IGNORED_LABEL
 from megastable.model.layers import gpt_layers
 from megastable.model.tensor_parallel import OneProcess, TensorGroup
 from megastable.training.run_plan import RunPlan
@@ -63,6 +64,9 @@ def train_reference(run: RunConfig, num_steps: int) -> tuple[list[ReferenceStep]
         ids, labels = global_batch(consumed, batch_size, size.seq_length, size.vocab_size)
         logits = model(ids)[..., : size.vocab_size]
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())  # a mean over the counted labels
+        if run.megastable.training.z_loss:
+            normaliser = logits.logsumexp(-1)[labels != IGNORED_LABEL]
+            loss = loss + run.megastable.training.z_loss * (normaliser**2).mean()
         optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), run.clip_norm or float("inf"))

@@ -7,3 +7,14 @@ class UserError(Exception):
     Its text is one readable message that names what is wrong and what is legal. Entry points print it without
     a traceback and exit with code 2.
     """
+
+    exit_code = 2
+
+
+class RunStoppedError(UserError):
+    """A run that stops itself, on all ranks together, because going on would be a waste or would do harm.
+
+    Its text is the diagnosis. Entry points print it without a traceback and exit with code 3.
+    """
+
+    exit_code = 3

@@ -9,6 +9,37 @@ from megastable.core.batch_rampup import Batch
 
 
 @dataclass(frozen=True)
+class Watched:
+    """What a look at every layer and rank showed during one step; the same on every rank."""
+
+    layers: dict[str, dict[str, float]]
+    """Layer name to its values: norms of the unclipped gradient, the weights before the update and the update,
+    ``update_ratio``, ``grad_zero_share``, ``max_activation`` and, of blocks, ``max_attention_logit``. A skipped step
+    has activations only."""
+    headroom: float
+    """Largest share of the number format's maximum that an activation or attention logit reached."""
+    headroom_layer: str
+    slowest_rank: int
+    slowest_rank_share: float
+    """Share of the step that this rank, the busiest, spent in its forward and backward passes."""
+    host_memory_gib: float
+    """Of the process that holds most."""
+    device_memory_gib: float | None
+    """Highest use so far of the device that was used most; None on a CPU."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened at a step; one line of ``events.jsonl``."""
+
+    step: int
+    consumed_samples: int
+    kind: str
+    text: str
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class StepResult:
     """What one optimizer step gave; every value but the seconds is the same on every rank."""
 
@@ -21,6 +52,8 @@ class StepResult:
     skipped: bool
     """True where the update was not applied because a gradient was not finite."""
     step_seconds: float
+    watched: Watched | None = None
+    """None where the step was not watched."""
 
 
 @dataclass(frozen=True)

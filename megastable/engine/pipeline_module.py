@@ -44,17 +44,21 @@ class DrawnTiedLayerSpec(TiedLayerSpec):
 
 
 class GptPipeline(PipelineModule):
-    """One rank's stage of the model. ``parts`` holds the stage bounds of the whole model."""
+    """One rank's stage of the model.
+
+    Attributes:
+        parts: the stage bounds of the whole model.
+        layer_names: of the whole model, in order.
+        first_layer: index in it of this stage's first layer.
+    """
 
     def __init__(self, run: RunConfig, layout: ParallelLayout) -> None:
         tensor = make_tensor_group(layout, dist.get_rank(), run.megastable.tensor_parallel.sequence_parallel)
         self._bounds = stage_bounds(
             run.megastable.model.num_layers, layout.num_stages, LAYERS_BEFORE_BLOCKS, LAYERS_AFTER_BLOCKS
         )
-        specs = [
-            DrawnTiedLayerSpec(layer, run) if layer.tied_key else DrawnLayerSpec(layer, run)
-            for layer in gpt_layers(run, tensor)
-        ]
+        layers = gpt_layers(run, tensor)
+        specs = [DrawnTiedLayerSpec(layer, run) if layer.tied_key else DrawnLayerSpec(layer, run) for layer in layers]
         with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):  # it prints its own tables
             super().__init__(
                 specs,
@@ -67,6 +71,8 @@ class GptPipeline(PipelineModule):
         if isinstance(tensor, ProcessTensorGroup):
             tensor.connect(self._grid.get_slice_parallel_group())
         mark_split_parameters(self)
+        self.layer_names = [layer.name for layer in layers]
+        self.first_layer = self.parts[self._grid.get_stage_id()]
 
     def _synchronize_tied_weights(self) -> None:
         with torch.no_grad():  # a broadcast into a parameter is no part of the graph

@@ -77,7 +77,12 @@ def _mark(parameter: nn.Parameter) -> None:
 
 def whole_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters of which every tensor rank has a copy: norms, positions, the biases of row-parallel layers."""
-    return [parameter for parameter in module.parameters() if not getattr(parameter, "model_parallel", False)]
+    return [parameter for parameter in module.parameters() if not is_split(parameter)]
+
+
+def is_split(parameter: nn.Parameter) -> bool:
+    """True where each tensor rank holds a part of the parameter."""
+    return bool(getattr(parameter, "model_parallel", False))
 
 
 def partial_parameters(module: nn.Module, sequence_parallel: bool) -> list[nn.Parameter]:

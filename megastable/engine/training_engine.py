@@ -19,6 +19,7 @@ from megastable.core.records import StepResult
 from megastable.data import MicroBatch
 from megastable.engine import tensor_gradients, upstream_fixes
 from megastable.engine.deepspeed_config import deepspeed_config
+from megastable.engine.layer_watch import LayerWatch
 from megastable.engine.optimizer import build_optimizer
 from megastable.engine.pipeline_module import GptPipeline
 from megastable.engine.rampup_hook import BatchRampupHook
@@ -49,6 +50,7 @@ class TrainingEngine:
             dist_init_required=False,
         )
         upstream_fixes.grow_loss_scale_after_update(optimizer)
+        upstream_fixes.skip_at_minimum_scale(optimizer)
         upstream_fixes.reduce_tied_gradients_where_they_are(engine)
         if layout.tensor_parallel_size > 1:
             tensor_gradients.check_gradients_of_every_rank(optimizer)
@@ -62,6 +64,7 @@ class TrainingEngine:
         self.stage: int = engine.grid.get_stage_id()
         self.replica: int = engine.grid.get_data_parallel_id()
         self._scaled = run.fp16.enabled
+        self._watch = LayerWatch(engine, optimizer, module, run)
         seed_rank(run.megastable.training.seed, self.stage, self.replica, engine.grid.get_tensor_model_parallel_rank())
 
     @property
@@ -69,17 +72,22 @@ class TrainingEngine:
         """True on the ranks that read micro-batches: those of the first and the last stage."""
         return bool(self.deepspeed.is_first_stage() or self.deepspeed.is_last_stage())
 
-    def train_batch(self, micro_batches: Iterator[MicroBatch] | None, learning_rate: float) -> StepResult:
+    def train_batch(
+        self, micro_batches: Iterator[MicroBatch] | None, learning_rate: float, watch: bool = False
+    ) -> StepResult:
         """One optimizer step on the batch that the ramp-up hook applied.
 
         Args:
             micro_batches: exactly ``num_microbatches`` items on ranks that need data, None elsewhere.
             learning_rate: of this step.
+            watch: look at every layer and rank during the step, see ``StepResult.watched``.
         """
         engine = self.deepspeed
         for group in engine.optimizer.param_groups:
             group["lr"] = learning_rate
         loss_scale = float(engine.optimizer.loss_scale) if self._scaled else 1.0
+        if watch:
+            self._watch.begin()
         get_accelerator().synchronize()
         started = time.perf_counter()
         loss = engine.train_batch(micro_batches)
@@ -92,6 +100,7 @@ class TrainingEngine:
             loss_scale=loss_scale,
             skipped=not engine.was_step_applied(),
             step_seconds=step_seconds,
+            watched=self._watch.finish(step_seconds) if watch else None,
         )
 
     def evaluate(self, micro_batches: Iterator[MicroBatch] | None, num_micro_batches: int) -> float:

@@ -61,6 +61,16 @@ def grow_loss_scale_after_update(optimizer: Any) -> None:
     optimizer.step = step_then_grow
 
 
+def skip_at_minimum_scale(optimizer: Any) -> None:
+    """Let a step that overflows at the minimum loss scale be skipped like any other.
+
+    DeepSpeed raises there, out of the middle of a step; megastable's monitors count such steps and stop the run with a
+    diagnosis.
+    """
+    if getattr(optimizer, "loss_scaler", None) is not None:
+        optimizer.loss_scaler.raise_error_at_min_scale = False
+
+
 def reduce_tied_gradients_where_they_are(engine: PipelineEngine) -> None:
     """Sum the gradients of tied copies wherever this precision accumulates them.
 

@@ -24,6 +24,8 @@ EMBEDDING_KEY = "embedding"
 class Layer:
     """One entry of the flat list; nothing is allocated until ``build``."""
 
+    name: str
+    """For people: ``embedding``, ``block_0``, ``head`` …"""
     module_class: type[nn.Module]
     arguments: tuple[Any, ...]
     draw_index: int
@@ -53,14 +55,15 @@ def gpt_layers(run: RunConfig, tensor: TensorGroup) -> list[Layer]:
     tied_key = EMBEDDING_KEY if model.tie_embeddings else None
 
     layers = [
-        Layer(VocabularyEmbedding, (model, tensor), draw_index=0, tied_key=tied_key),
-        Layer(EmbeddingFinish, (model, tensor), draw_index=1),
+        Layer("embedding", VocabularyEmbedding, (model, tensor), draw_index=0, tied_key=tied_key),
+        Layer("embedding_finish", EmbeddingFinish, (model, tensor), draw_index=1),
     ]
-    for _ in range(model.num_layers):
-        layers.append(Layer(TransformerBlock, (model, bias, rotary, tensor), draw_index=len(layers)))
-    layers.append(Layer(FinalNorm, (model,), draw_index=len(layers)))
+    for number in range(model.num_layers):
+        arguments = (model, bias, rotary, tensor)
+        layers.append(Layer(f"block_{number}", TransformerBlock, arguments, draw_index=len(layers)))
+    layers.append(Layer("final_norm", FinalNorm, (model,), draw_index=len(layers)))
     if model.tie_embeddings:
-        layers.append(Layer(VocabularyEmbedding, (model, tensor), draw_index=0, tied_key=tied_key, forward=tied_logits))
+        layers.append(Layer("head", VocabularyEmbedding, (model, tensor), 0, tied_key=tied_key, forward=tied_logits))
     else:
-        layers.append(Layer(OutputHead, (model, tensor), draw_index=len(layers)))
+        layers.append(Layer("head", OutputHead, (model, tensor), draw_index=len(layers)))
     return layers

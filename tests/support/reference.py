@@ -51,22 +51,12 @@ def train_reference(run: RunConfig, num_steps: int) -> tuple[list[ReferenceStep]
     """Train in fp32 on whole global batches."""
     plan = RunPlan.of(run.model_copy(update={"megastable": _one_stage(run)}), world_size=1)
     model = ReferenceModel(run)
-    params = run.optimizer.params
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": params.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=params.lr, betas=params.betas, eps=params.eps,
-    )  # fmt: skip
+    optimizer = reference_optimizer(model, run)
     size, steps, consumed = run.megastable.model, [], 0
     for _ in range(num_steps):
         batch_size = plan.ramp.schedule.at(consumed)
         ids, labels = global_batch(consumed, batch_size, size.seq_length, size.vocab_size)
-        logits = model(ids)[..., : size.vocab_size]
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())  # a mean over the counted labels
-        if run.megastable.training.z_loss:
-            normaliser = logits.logsumexp(-1)[labels != IGNORED_LABEL]
-            loss = loss + run.megastable.training.z_loss * (normaliser**2).mean()
+        loss = reference_loss(model, run, ids, labels)
         optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), run.clip_norm or float("inf"))
@@ -76,6 +66,27 @@ def train_reference(run: RunConfig, num_steps: int) -> tuple[list[ReferenceStep]
         steps.append(ReferenceStep(loss.item(), norm.item()))
         consumed += batch_size
     return steps, model
+
+
+def reference_loss(model: ReferenceModel, run: RunConfig, ids: Tensor, labels: Tensor) -> Tensor:
+    """The mean over the counted labels of the batch."""
+    logits = model(ids)[..., : run.megastable.model.vocab_size]
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    if run.megastable.training.z_loss:
+        normaliser = logits.logsumexp(-1)[labels != IGNORED_LABEL]
+        loss = loss + run.megastable.training.z_loss * (normaliser**2).mean()
+    return loss
+
+
+def reference_optimizer(model: nn.Module, run: RunConfig) -> torch.optim.Optimizer:
+    """AdamW that decays matrices only."""
+    params = run.optimizer.params
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": params.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=params.lr, betas=params.betas, eps=params.eps,
+    )  # fmt: skip
 
 
 def _one_stage(run: RunConfig) -> object:

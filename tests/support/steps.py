@@ -31,6 +31,7 @@ def train(
     num_steps: int,
     state: TrainingState | None = None,
     before_step: Callable[[TrainingState], None] = lambda state: None,
+    watch: Callable[[TrainingState], bool] = lambda state: False,
 ) -> tuple[TrainingState, list[dict[str, Any]]]:
     """``num_steps`` steps from ``state``; returns the state reached and one dictionary a step."""
     state, rows = state or TrainingState(), []
@@ -43,7 +44,7 @@ def train(
             batch, state.consumed_samples, engine.replica, plan.layout.data_parallel_size,
             model.seq_length, model.vocab_size,
         )  # fmt: skip
-        result = engine.train_batch(data if engine.needs_data else None, lr)
+        result = engine.train_batch(data if engine.needs_data else None, lr, watch(state))
         state = state.advance(batch, result, model.seq_length)
         rows.append({**asdict(result), **asdict(batch), "lr": lr})
     return state, rows

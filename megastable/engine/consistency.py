@@ -1,0 +1,96 @@
+"""Checks that weights which should be equal on several ranks are, to the bit: what a silent fault would break.
+
+Three kinds of copies: replicas of a stage, tied weights on several stages, and whole parameters on tensor ranks. Each
+16-bit weight must also be its fp32 master, rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
+from torch import Tensor, nn
+
+from megastable.core.errors import RunStoppedError
+from megastable.core.layout import ParallelLayout
+from megastable.engine.tensor_group import is_split
+
+CHUNK_ELEMENTS = 2**20
+"""Elements that are widened to 64 bits at a time."""
+
+
+class ConsistencyCheck:
+    """``run`` compares all copies; collective."""
+
+    def __init__(self, engine: Any, optimizer: Any, layout: ParallelLayout) -> None:
+        self._module: PipelineModule = engine.module
+        self._optimizer, self._layout, self._grid = optimizer, layout, engine.grid
+        generator = torch.Generator().manual_seed(1)
+        weights = torch.randint(-(2**62), 2**62, (CHUNK_ELEMENTS,), generator=generator) | 1
+        self._hash_weights = weights.to(engine.device)
+
+    def run(self) -> None:
+        """Compare.
+
+        Raises:
+            RunStoppedError: on every rank; all parameters and ranks that differ are named.
+        """
+        own = [*self._differing_copies(), *self._differing_masters()]
+        everywhere: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(everywhere, own)
+        found = list(dict.fromkeys(line for lines in everywhere for line in lines))
+        if found:
+            raise RunStoppedError(
+                "Weights that should be equal are not. This is no matter of training but of hardware or software; "
+                "go on from the last checkpoint, on other devices.\n  " + "\n  ".join(found)
+            )
+
+    def _differing_copies(self) -> Iterator[str]:
+        parameters = dict(self._module.named_parameters())
+        whole = {name: parameter for name, parameter in parameters.items() if not is_split(parameter)}
+        yield from self._compare(parameters, self._grid.get_data_parallel_group(), "replicas")
+        yield from self._compare(whole, self._grid.get_slice_parallel_group(), "tensor ranks")
+        names = {parameter: name for name, parameter in parameters.items()}
+        for weight, group in self._module.get_tied_weights_and_groups():
+            yield from self._compare({names[weight]: weight}, group, "tied copies")
+
+    def _compare(self, parameters: dict[str, nn.Parameter], group: dist.ProcessGroup, what: str) -> Iterator[str]:
+        size = dist.get_world_size(group)
+        if size == 1 or not parameters:
+            return
+        own = torch.stack([self._checksum(parameter.detach()) for parameter in parameters.values()])
+        copies = own.new_empty(size * len(own))
+        dist.all_gather_single(copies, own, group=group)
+        table, ranks = copies.view(size, -1).tolist(), dist.get_process_group_ranks(group)
+        for index, name in enumerate(parameters):
+            values = [row[index] for row in table]
+            if len(set(values)) > 1:
+                common = max(set(values), key=values.count)
+                odd = [self._layout.describe(rank) for rank, v in zip(ranks, values, strict=True) if v != common]
+                yield f"{what} of {name}: {', '.join(odd)} differs from {size - len(odd)} other(s)"
+
+    def _checksum(self, weight: Tensor) -> Tensor:
+        """A sum of the bits with random odd weights, so that any single change shows, and swaps do."""
+        bits = weight.reshape(-1).view(torch.int32 if weight.element_size() == 4 else torch.int16)
+        total = torch.zeros((), dtype=torch.int64, device=weight.device)
+        for number, chunk in enumerate(bits.split(CHUNK_ELEMENTS)):
+            total += (2 * number + 1) * (chunk.to(torch.int64) * self._hash_weights[: len(chunk)]).sum()
+        return total
+
+    def _differing_masters(self) -> Iterator[str]:
+        """Names of 16-bit weights on this rank that are not their fp32 master, rounded."""
+        optimizer, rank = self._optimizer, self._layout.describe(dist.get_rank())
+        zero = hasattr(optimizer, "single_partition_of_fp32_groups")
+        masters = optimizer.single_partition_of_fp32_groups if zero else optimizer.fp32_groups_flat_partition
+        names = {parameter: name for name, parameter in self._module.named_parameters()}
+        for master, group in zip(masters, optimizer.bit16_groups if zero else optimizer.bf16_groups, strict=True):
+            for parameter in group:
+                if parameter._hp_mapping is None:
+                    continue
+                high, low = parameter._hp_mapping.hp_fragment_address, parameter._hp_mapping.lp_fragment_address
+                rounded = master.detach().narrow(0, high.start, high.numel).to(parameter.dtype)
+                if not torch.equal(parameter.detach().view(-1).narrow(0, low.start, low.numel), rounded):
+                    yield f"{names[parameter]} on {rank} is not its fp32 master rounded"

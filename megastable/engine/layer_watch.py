@@ -1,0 +1,93 @@
+"""One look at every layer and rank during a step, gathered with two collectives."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from megastable.config import RunConfig
+from megastable.core.records import Watched
+from megastable.engine.activation_statistics import ACTIVATION, ATTENTION_LOGIT, ActivationStatistics
+from megastable.engine.busy_time import BusyTime
+from megastable.engine.pipeline_module import GptPipeline
+from megastable.engine.update_statistics import ELEMENTS, GRADIENT, UPDATE, WEIGHT, ZEROS, UpdateStatistics
+
+GIB = 2.0**30
+
+
+class LayerWatch:
+    """``begin`` before a step and ``finish`` after it, on every rank; between looks nothing is measured."""
+
+    def __init__(self, engine: Any, optimizer: Any, module: GptPipeline, run: RunConfig) -> None:
+        self._names = module.layer_names
+        self._blocks = [name.startswith("block_") for name in self._names]
+        self._format_maximum = torch.finfo(next(module.parameters()).dtype).max
+        tensor_rank = engine.grid.get_tensor_model_parallel_rank()
+        self._updates = UpdateStatistics(module, optimizer, len(self._names), run.clip_norm, tensor_rank)
+        self._activations = ActivationStatistics(module, len(self._names), module.first_layer, engine.device)
+        self._busy = BusyTime(engine)
+        self._parts = (self._updates, self._activations, self._busy)
+
+    def begin(self) -> None:
+        """Measure from here on."""
+        for part in self._parts:
+            part.clear()
+            part.enabled = True
+
+    def finish(self, step_seconds: float) -> Watched:
+        """Stop measuring, and gather what all ranks saw; collective."""
+        for part in self._parts:
+            part.enabled = False
+        sums, busy = self._summed()
+        maxima, host_memory, device_memory = self._largest()
+        slowest_rank = max(range(len(busy)), key=busy.__getitem__)
+        shares = [max(row) / self._format_maximum for row in maxima]
+        fullest = max(range(len(shares)), key=shares.__getitem__)
+        return Watched(
+            layers={name: self._values(sums[i], maxima[i], self._blocks[i]) for i, name in enumerate(self._names)},
+            headroom=shares[fullest],
+            headroom_layer=self._names[fullest],
+            slowest_rank=slowest_rank,
+            slowest_rank_share=busy[slowest_rank] / step_seconds,
+            host_memory_gib=host_memory / GIB,
+            device_memory_gib=device_memory / GIB if device_memory else None,
+        )
+
+    def _summed(self) -> tuple[list[list[float]], list[float]]:
+        """Per layer the columns of ``UpdateStatistics``, and each rank's busy seconds."""
+        own = self._updates.sums
+        busy = own.new_zeros(dist.get_world_size())
+        busy[dist.get_rank()] = self._busy.seconds
+        together = torch.cat([own.flatten(), busy])
+        dist.all_reduce(together)
+        return together[: own.numel()].view_as(own).tolist(), together[own.numel() :].tolist()
+
+    def _largest(self) -> tuple[list[list[float]], float, float]:
+        """Per layer the columns of ``ActivationStatistics``, then bytes of host and device memory."""
+        own = self._activations.maxima
+        on_device = 0.0 if own.device.type == "cpu" else float(get_accelerator().max_memory_allocated())
+        memory = own.new_tensor([float(psutil.Process(os.getpid()).memory_info().rss), on_device])
+        together = torch.cat([own.flatten(), memory])
+        dist.all_reduce(together, op=dist.ReduceOp.MAX)
+        return together[: own.numel()].view_as(own).tolist(), float(together[-2]), float(together[-1])
+
+    def _values(self, sums: list[float], maxima: list[float], is_block: bool) -> dict[str, float]:
+        values = {"max_activation": maxima[ACTIVATION]}
+        if is_block:
+            values["max_attention_logit"] = maxima[ATTENTION_LOGIT]
+        if sums[ELEMENTS]:
+            weight, update = math.sqrt(sums[WEIGHT]), math.sqrt(sums[UPDATE])
+            values |= {
+                "grad_norm": math.sqrt(sums[GRADIENT]),
+                "weight_norm": weight,
+                "update_norm": update,
+                "update_ratio": update / weight if weight else 0.0,
+                "grad_zero_share": sums[ZEROS] / sums[ELEMENTS],
+            }
+        return values

@@ -1,0 +1,114 @@
+"""Norms of gradients, weights and updates of every layer, read from ZeRO's flat partitions while an update is made.
+
+Every element of the model is looked at on exactly one rank: partitions split it over replicas, and of what several
+ranks have a copy of (tied weights over stages, whole parameters over tensor ranks) one counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megastable.engine.tensor_group import is_split
+
+GRADIENT, WEIGHT, UPDATE, ZEROS, ELEMENTS = range(5)
+"""Columns: three sums of squares, the number of gradient elements that are zero, and of all."""
+
+
+@dataclass(frozen=True)
+class _Partition:
+    """This rank's flat fp32 share of a parameter group, and where the layers lie in it."""
+
+    flat: Tensor
+    spans: list[tuple[int, int]]
+    layers: Tensor
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        return [flat.narrow(0, start, length) for start, length in self.spans]
+
+
+class UpdateStatistics:
+    """While ``enabled``, adds up what the optimizer's next update shows; ``sums`` is (layers, 5) in fp64."""
+
+    def __init__(self, module: nn.Module, optimizer: Any, num_layers: int, clip_norm: float, tensor_rank: int) -> None:
+        """``optimizer`` is DeepSpeed's, around torch's own; ``module`` its pipeline, whose parameters are named by the
+        index of their layer.
+        """
+        self.enabled = False
+        self._optimizer, self._clip_norm = optimizer, clip_norm
+        self._partitions = _partitions(module, optimizer, tensor_rank)
+        device = self._partitions[0].flat.device
+        self.sums = torch.zeros(num_layers, 5, dtype=torch.float64, device=device)
+        self._before: dict[int, Tensor] = {}
+        optimizer.optimizer.register_step_pre_hook(self._before_update)
+        optimizer.optimizer.register_step_post_hook(self._after_update)
+
+    def clear(self) -> None:
+        """Forget the last update."""
+        self.sums.zero_()
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self.enabled:
+            for partition in self._stepped(optimizer):
+                self._before[id(partition)] = partition.flat.detach().clone()
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self.enabled:
+            return
+        unclipped = 1.0 / clip_coefficient(float(self._optimizer._global_grad_norm), self._clip_norm)
+        for partition in self._stepped(optimizer):
+            before = self._before.pop(id(partition))
+            if not partition.spans:
+                continue
+            assert partition.flat.grad is not None
+            gradients = partition.parts(partition.flat.grad.detach())
+            columns = [
+                unclipped**2 * _squares(gradients),
+                _squares(partition.parts(before)),
+                _squares(partition.parts(before.sub_(partition.flat.detach()))),
+                torch.stack([part.numel() - part.count_nonzero() for part in gradients]).double(),
+                torch.tensor([part.numel() for part in gradients], device=before.device, dtype=torch.float64),
+            ]
+            self.sums.index_add_(0, partition.layers, torch.stack(columns, dim=1))
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> list[_Partition]:
+        """ZeRO updates its groups one after the other."""
+        stepped = {id(flat) for group in optimizer.param_groups for flat in group["params"]}
+        return [partition for partition in self._partitions if id(partition.flat) in stepped]
+
+
+def clip_coefficient(grad_norm: float, clip_norm: float) -> float:
+    """What clipping multiplies a gradient by; 1 where there is no clipping."""
+    return min(1.0, clip_norm / (grad_norm + 1e-6)) if clip_norm > 0 else 1.0
+
+
+def _squares(parts: list[Tensor]) -> Tensor:
+    return torch.stack(torch._foreach_norm(parts)).double().square()
+
+
+def _partitions(module: nn.Module, optimizer: Any, tensor_rank: int) -> list[_Partition]:
+    layer_of = {parameter: layer_index(name) for name, parameter in module.named_parameters()}
+    zero = hasattr(optimizer, "single_partition_of_fp32_groups")
+    flats = optimizer.single_partition_of_fp32_groups if zero else optimizer.fp32_groups_flat_partition
+    groups = optimizer.bit16_groups if zero else optimizer.bf16_groups
+    partitions = []
+    for flat, group in zip(flats, groups, strict=True):
+        counted = [p for p in group if p._hp_mapping is not None and counts_here(p, tensor_rank)]
+        spans = [p._hp_mapping.hp_fragment_address for p in counted]
+        layers = torch.tensor([layer_of[p] for p in counted], device=flat.device, dtype=torch.int64)
+        partitions.append(_Partition(flat, [(span.start, span.numel) for span in spans], layers))
+    return partitions
+
+
+def counts_here(parameter: nn.Parameter, tensor_rank: int) -> bool:
+    """True on the one rank of each replica whose copy stands for all."""
+    return not getattr(parameter, "ds_pipe_replicated", False) and (is_split(parameter) or tensor_rank == 0)
+
+
+def layer_index(parameter_name: str) -> int:
+    """Index in the flat list of the layer that a parameter of the pipeline belongs to; the first of tied ones."""
+    first = parameter_name.split(".")[0]
+    return 0 if first == "tied_modules" else int(first)

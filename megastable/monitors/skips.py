@@ -1,0 +1,76 @@
+"""Skipped steps: each is an event, and a row of them that no loss scale can end stops the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megastable.config import RunConfig
+from megastable.core.records import Event, Watched
+from megastable.monitors.monitor import STOP, Seen
+
+
+class SkippedSteps:
+    """Counts skips in a row at which the loss scale has nowhere left to go: at its minimum, fixed, or not there."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self._fp16 = run.fp16
+        self._most = run.megastable.monitors.max_skips_at_min_scale
+        self._hopeless = 0
+
+    def observe(self, seen: Seen) -> Iterator[Event]:
+        """An event for a skip, and one that stops the run after too many in a row."""
+        if not seen.result.skipped:
+            self._hopeless = 0
+            return
+        scale = seen.result.loss_scale
+        kind = "overflow" if self._fp16.enabled else "skip"
+        where = f" at loss scale {scale:g}" if self._fp16.enabled else ""
+        yield seen.event(kind, f"a gradient was not finite{where}: the step was skipped", loss_scale=scale)
+        self._hopeless = 0 if self._can_fall(scale) else self._hopeless + 1
+        if self._hopeless >= self._most:
+            yield seen.event(STOP, self._diagnosis(seen), skips_in_a_row=self._hopeless, loss_scale=scale)
+
+    def _can_fall(self, scale: float) -> bool:
+        dynamic = self._fp16.enabled and self._fp16.loss_scale == 0
+        return dynamic and scale > self._fp16.min_loss_scale
+
+    def _diagnosis(self, seen: Seen) -> str:
+        if not self._fp16.enabled:
+            scale = "there is no loss scale that could fall"
+        elif self._fp16.loss_scale:
+            scale = f"the loss scale is fixed at {self._fp16.loss_scale:g}"
+        else:
+            scale = f"the loss scale is at its minimum, fp16.min_loss_scale = {self._fp16.min_loss_scale}"
+        return (
+            f"{self._hopeless} steps in a row were skipped because a gradient was not finite, and {scale}. "
+            f"{_where(seen.result.watched)} The weights are those before these steps. Go on from a checkpoint before the "
+            "first of them with a lower learning rate, a longer warmup or a smaller init std; with fp16 on a device that "
+            "has bf16, change to bf16."
+        )
+
+    def values(self) -> dict[str, float]:
+        """None: ``skipped_steps`` is part of the training state."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The skips in a row."""
+        return {"hopeless": self._hopeless}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of ``state_dict``."""
+        self._hopeless = state["hopeless"]
+
+
+def _where(watched: Watched | None) -> str:
+    """The first layer whose activation is not finite, or the one that is nearest to the limit."""
+    if watched is None:
+        return ""
+    for name, values in watched.layers.items():
+        for kind in ("max_attention_logit", "max_activation"):
+            if values.get(kind, 0.0) == float("inf"):
+                return f"The forward pass is the cause: {kind} of {name}, the first such layer, is not finite."
+    return (
+        f"The forward pass is finite: its largest value, in {watched.headroom_layer}, is at {watched.headroom:.1%} of the "
+        "format's maximum. The gradients overflow on their way back."
+    )

@@ -1,0 +1,67 @@
+"""What a person would type by hand to see how a model is doing: for any torch model, between backward and step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+NUM_WORST = 5
+
+
+@dataclass(frozen=True)
+class TrainingStatus:
+    """Norms of a model's gradients and parameters. ``str()`` is a small table."""
+
+    mean_grad_norm: float
+    """Over the parameters that have a gradient; 0 where none has."""
+    max_grad_norm: float
+    parameter_norm: float
+    """Of all parameters together."""
+    mean_parameter_norm: float
+    max_parameter_norm: float
+    num_without_gradient: int
+    worst: list[tuple[str, float]]
+    """Up to five parameters with the largest gradient norms, those that are not finite first."""
+
+    def __str__(self) -> str:
+        lines = [
+            f"gradient norm   mean {self.mean_grad_norm:.4g}  max {self.max_grad_norm:.4g}",
+            f"parameter norm  mean {self.mean_parameter_norm:.4g}  max {self.max_parameter_norm:.4g}  "
+            f"all together {self.parameter_norm:.4g}",
+            *([f"{self.num_without_gradient} without a gradient"] if self.num_without_gradient else []),
+            "largest gradients:",
+            *(f"  {norm:<12.4g}{name}" for name, norm in self.worst),
+        ]
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def training_status(model: nn.Module) -> TrainingStatus:
+    """Mean and largest gradient norms, parameter norms, and the worst five by name."""
+    parameters = dict(model.named_parameters())
+    norms = _norms(list(parameters.values()))
+    with_gradient = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    grad_norms = _norms(list(with_gradient.values()))
+    # A NaN compares as neither larger nor smaller: infinity stands for both, so that they come first.
+    order = grad_norms.nan_to_num(nan=torch.inf, posinf=torch.inf).argsort(descending=True)[:NUM_WORST].tolist()
+    names = list(with_gradient)
+    return TrainingStatus(
+        mean_grad_norm=_mean(grad_norms),
+        max_grad_norm=float(grad_norms.max()) if len(grad_norms) else 0.0,
+        parameter_norm=float(norms.square().sum().sqrt()),
+        mean_parameter_norm=_mean(norms),
+        max_parameter_norm=float(norms.max()) if len(norms) else 0.0,
+        num_without_gradient=len(parameters) - len(with_gradient),
+        worst=[(names[index], float(grad_norms[index])) for index in order],
+    )
+
+
+def _norms(tensors: list[Tensor]) -> Tensor:
+    """2-norm of each, in fp64."""
+    return torch.tensor([float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in tensors]).double()
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.mean()) if len(values) else 0.0

@@ -37,7 +37,7 @@ def train_steps(
     order = SampleOrder(len(corpus.train), settings.training.seed)
     while state.step < plan.length.total_steps:
         batch = engine.rampup_hook.before_step(state.consumed_samples)
-        lr = plan.lr_schedule.at(state.applied_samples)
+        lr = plan.learning_rate(state.applied_samples, batch)
         micro_batches = (
             training_micro_batches(
                 corpus.train, order, batch, state.consumed_samples, engine.replica, plan.layout.data_parallel_size

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from fractions import Fraction
+from typing import Annotated
+
 from pydantic import Field, field_validator
 
 from megastable.config.amount import Amount, AmountField
 from megastable.config.registered_name import must_be_registered
 from megastable.config.section import Section
-from megastable.core.lr_schedule import LR_SCHEDULES
+from megastable.core.lr_schedule import BATCH_SCALING_EXPONENTS, LR_SCHEDULES
+
+DEFAULT_STABLE_SHARE = Fraction(4, 5)
+"""Of the way to the decay's end."""
+DEFAULT_STEP_INTERVAL = Amount(fraction=0.1)
+DEFAULT_STEP_FACTOR = 0.5
+
+SCHEDULE_FIELDS = {
+    "decay": "end_samples",
+    "min_lr": "min_lr",
+    "stable": "stable_samples",
+    "step_interval": "step_interval_samples",
+    "step_factor": "step_factor",
+}
+"""Key that not every type reads -> the field of the schedules that do."""
 
 
 class LrScheduleConfig(Section):
-    """Linear warmup to optimizer.params.lr, then a decay to min_lr; counted in samples, so no ramp stretches it."""
+    """Linear warmup to optimizer.params.lr, then a decay to min_lr; counted in samples, so no ramp stretches it.
+
+    A key that the type does not read is refused.
+    """
 
     type: str = Field(
         default="cosine", json_schema_extra={"enum": list(LR_SCHEDULES)}, description="Shape of the decay."
@@ -20,11 +41,55 @@ class LrScheduleConfig(Section):
         default=Amount(fraction=0.05), description="Length of the linear warmup from 0; 0 means no warmup."
     )
     decay: AmountField = Field(
-        default=Amount(fraction=1.0), description="Where the decay ends, counted from the start of the run."
+        default=Amount(fraction=1.0),
+        description="Where the decay ends, counted from the start of the run. Not read by constant.",
     )
-    min_lr: float = Field(default=0.0, ge=0, description="Learning rate at the end of the decay and from there on.")
+    min_lr: float = Field(
+        default=0.0,
+        ge=0,
+        description="Learning rate at the end of the decay and from there on. Not read by constant.",
+    )
+    stable: AmountField | None = Field(
+        default=None,
+        description="warmup_stable_decay only: where the constant part ends and the decay begins, counted from the "
+        f"start of the run; null: at {float(DEFAULT_STABLE_SHARE):.0%} of the way to the decay's end.",
+    )
+    step_interval: AmountField | None = Field(
+        default=None,
+        description="step only: length of each level after the warmup; null: "
+        f"{DEFAULT_STEP_INTERVAL.fraction:.0%} of the run.",
+    )
+    step_factor: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None,
+        description=f"step only: what each level is of the one before; null: {DEFAULT_STEP_FACTOR}.",
+    )
+    batch_scaling: str = Field(
+        default="none",
+        json_schema_extra={"enum": list(BATCH_SCALING_EXPONENTS)},
+        description="How the peak follows the global batch: optimizer.params.lr belongs to the ramp's final batch, and "
+        "a smaller one has it times (batch / final batch) to the power 0 (none), 1/2 (sqrt) or 1 (linear), but not "
+        "less than min_lr, which is not scaled.",
+    )
 
     @field_validator("type")
     @classmethod
     def _registered(cls, name: str) -> str:
         return must_be_registered(name, LR_SCHEDULES)
+
+    @field_validator("batch_scaling")
+    @classmethod
+    def _registered_scaling(cls, name: str) -> str:
+        return must_be_registered(name, BATCH_SCALING_EXPONENTS)
+
+    def reads(self, key: str) -> bool:
+        """True where the type reads ``key``, one of ``SCHEDULE_FIELDS``."""
+        return self.type in types_that_read(key)
+
+
+def types_that_read(key: str) -> list[str]:
+    """The schedules that read ``key``, one of ``SCHEDULE_FIELDS``."""
+    return [
+        name
+        for name, schedule in LR_SCHEDULES.items()
+        if SCHEDULE_FIELDS[key] in {field.name for field in fields(schedule)}
+    ]

@@ -36,7 +36,9 @@ RULES: tuple[Rule, ...] = (
     run_rules.loss_scale_starts_above_minimum,
     run_rules.adamw_decouples_weight_decay,
     run_rules.min_lr_is_not_above_lr,
+    run_rules.lr_keys_belong_to_the_type,
     run_rules.warmup_ends_before_decay,
+    run_rules.stable_ends_between,
     layout_rules.processes_are_whole_replicas,
     layout_rules.batches_divide_among_replicas,
 )

@@ -115,6 +115,11 @@ class RunConfig(Section):
     megastable: MegastableConfig = Field(description="Everything that DeepSpeed has no key for.")
 
     @property
+    def number_format(self) -> str:
+        """Of the weights: fp32, bf16 or fp16."""
+        return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
+
+    @property
     def clip_norm(self) -> float:
         """The global norm to which gradients are scaled down; 0 for no clipping."""
         return CUSTOMARY_CLIP_NORM if self.gradient_clipping == "auto" else self.gradient_clipping

@@ -5,13 +5,15 @@ A rule's parameters say, by their types, which sections it needs.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import pairwise
 
+from megastable.config.amount import Amount
 from megastable.config.batch_rampup import BatchRampupConfig
 from megastable.config.deepspeed_keys import Bf16Config, DataTypesConfig, Fp16Config, OptimizerConfig
 from megastable.config.faults import Fault
-from megastable.config.lr_schedule import LrScheduleConfig
+from megastable.config.lr_schedule import SCHEDULE_FIELDS, LrScheduleConfig, types_that_read
 from megastable.config.model import ModelConfig
 from megastable.config.sections import TrainingConfig
 
@@ -137,23 +139,54 @@ def min_lr_is_not_above_lr(optimizer: OptimizerConfig, lr_schedule: LrScheduleCo
         )
 
 
+def lr_keys_belong_to_the_type(lr_schedule: LrScheduleConfig) -> Iterator[Fault]:
+    """A key that the type does not read would be ignored; at its default it asks for nothing."""
+    values = lr_schedule.model_dump()
+    defaults = LrScheduleConfig().model_dump()
+    for key in SCHEDULE_FIELDS:
+        if values[key] != defaults[key] and not lr_schedule.reads(key):
+            yield Fault(
+                f"megastable.lr_schedule.{key}",
+                values[key],
+                f'is not read by the type "{lr_schedule.type}", only by {", ".join(types_that_read(key))}; remove it '
+                f"(an override sets it to {json.dumps(defaults[key])})",
+            )
+
+
 def warmup_ends_before_decay(
     lr_schedule: LrScheduleConfig, training: TrainingConfig, model: ModelConfig
 ) -> Iterator[Fault]:
-    """The warmup is over when the decay is. Checked where both ends are known without expanding the ramp."""
+    """The warmup is over when the decay is."""
     warmup, decay = lr_schedule.warmup, lr_schedule.decay
-    if warmup.fraction is not None and decay.fraction is not None:
-        late = warmup.fraction > decay.fraction
-    elif training.total_samples is not None:
-        ends = (amount.to_samples(training.total_samples, model.seq_length) for amount in (warmup, decay))
-        late = next(ends) > next(ends)
-    elif warmup.fraction is None and decay.fraction is None:
-        late = warmup.to_samples(0, model.seq_length) > decay.to_samples(0, model.seq_length)
-    else:
-        late = False
-    if late:
+    if lr_schedule.reads("decay") and _ends_later(warmup, decay, training, model):
         yield Fault(
             "megastable.lr_schedule.warmup",
             warmup.model_dump(),
             f"must end before the decay does ({decay.model_dump()}); both are counted from the start of the run",
         )
+
+
+def stable_ends_between(lr_schedule: LrScheduleConfig, training: TrainingConfig, model: ModelConfig) -> Iterator[Fault]:
+    """The constant part begins with the end of the warmup, and the decay with its own."""
+    warmup, stable, decay = lr_schedule.warmup, lr_schedule.stable, lr_schedule.decay
+    if stable is None or not lr_schedule.reads("stable") or _ends_later(warmup, decay, training, model):
+        return
+    if _ends_later(warmup, stable, training, model) or _ends_later(stable, decay, training, model):
+        yield Fault(
+            "megastable.lr_schedule.stable",
+            stable.model_dump(),
+            f"must lie between the end of the warmup ({warmup.model_dump()}) and that of the decay "
+            f"({decay.model_dump()}); all are counted from the start of the run",
+        )
+
+
+def _ends_later(first: Amount, second: Amount, training: TrainingConfig, model: ModelConfig) -> bool:
+    """True where ``first`` is known to be more than ``second`` without expanding the ramp."""
+    if first.fraction is not None and second.fraction is not None:
+        return first.fraction > second.fraction
+    total_samples = training.total_samples
+    if total_samples is None:
+        if first.fraction is not None or second.fraction is not None:
+            return False
+        total_samples = 0  # Not looked at: neither is a share of it.
+    return first.to_samples(total_samples, model.seq_length) > second.to_samples(total_samples, model.seq_length)

@@ -32,6 +32,11 @@ class BatchDivisionError(UserError):
 class GlobalBatchSchedule(Protocol):
     """Maps consumed samples to a global batch size, and tells where the next size begins."""
 
+    @property
+    def final(self) -> int:
+        """Global batch size (samples) at the end of the ramp, the largest."""
+        ...
+
     def at(self, consumed_samples: int) -> int:
         """Global batch size (samples) of a step that starts at ``consumed_samples``."""
         ...
@@ -79,6 +84,11 @@ class StepRamp:
     """Sizes listed as ``(from_sample, global_batch_size)``, the first from sample 0. One entry is a constant batch."""
 
     steps: tuple[tuple[int, int], ...]
+
+    @property
+    def final(self) -> int:
+        """Global batch size (samples) at the end of the ramp, the largest."""
+        return self.steps[-1][1]
 
     def at(self, consumed_samples: int) -> int:
         """Global batch size (samples) of a step that starts at ``consumed_samples``."""

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ class Manifest:
     versions: dict[str, str]
     files: dict[str, int]
     """File name, relative to the checkpoint, to its size in bytes."""
+    monitors: dict[str, Any] = field(default_factory=dict)
+    """What the run's monitors remember."""
 
     def write(self, folder: Path) -> None:
         """Write the manifest into ``folder`` so that it survives a power cut once this returns."""

@@ -26,14 +26,20 @@ RECORDED_PACKAGES = ("megastable", "torch", "deepspeed")
 
 
 def save_checkpoint(
-    engine: TrainingEngine, checkpoints: Path, state: TrainingState, run: dict[str, Any], corpus_fingerprint: str
+    engine: TrainingEngine,
+    checkpoints: Path,
+    state: TrainingState,
+    run: dict[str, Any],
+    corpus_fingerprint: str,
+    monitors: dict[str, Any] | None = None,
 ) -> Path:
     """Write weights, optimizer, loss scaler, random states and ``state`` below ``checkpoints``; collective.
 
     The files go to a ``.partial`` folder; once all ranks are done rank 0 writes the manifest and renames it.
 
     Args:
-        run, corpus_fingerprint: the run file as a dictionary, and what the data was; kept in the manifest.
+        run, corpus_fingerprint, monitors: the run file as a dictionary, what the data was, and what the monitors
+            remember; kept in the manifest.
 
     Returns:
         The published folder.
@@ -53,7 +59,9 @@ def save_checkpoint(
     torch.distributed.barrier()
     if rank == 0:
         versions = {package: version(package) for package in RECORDED_PACKAGES}
-        manifest = Manifest(state.to_dict(), run, corpus_fingerprint, world_size, versions, file_sizes(partial))
+        manifest = Manifest(
+            state.to_dict(), run, corpus_fingerprint, world_size, versions, file_sizes(partial), monitors or {}
+        )
         manifest.write(partial)
         publish(partial, final)
     torch.distributed.barrier()

@@ -18,6 +18,7 @@ from megastable.core.layout import ParallelLayout
 from megastable.core.records import StepResult
 from megastable.data import MicroBatch
 from megastable.engine import tensor_gradients, upstream_fixes
+from megastable.engine.consistency import ConsistencyCheck
 from megastable.engine.deepspeed_config import deepspeed_config
 from megastable.engine.layer_watch import LayerWatch
 from megastable.engine.optimizer import build_optimizer
@@ -25,6 +26,7 @@ from megastable.engine.pipeline_module import GptPipeline
 from megastable.engine.rampup_hook import BatchRampupHook
 from megastable.engine.random_state import seed_rank
 from megastable.engine.tensor_group import partial_parameters
+from megastable.engine.weight_report import weight_kinds
 
 LARGEST_BUCKET = 500_000_000
 """Elements; DeepSpeed's own default. A small model gets a bucket of its own size, which is allocated every step."""
@@ -37,6 +39,7 @@ class TrainingEngine:
         deepspeed: DeepSpeed's own engine.
         writers: DeepSpeed's TensorBoard, W&B, Comet and CSV writers, silent unless told to write.
         stage, replica: where this rank stands.
+        initial_weights: the std of every kind of weight before anything was trained or loaded.
     """
 
     def __init__(self, run: RunConfig, layout: ParallelLayout, ramp: BatchRampup, run_dir: Path) -> None:
@@ -65,6 +68,8 @@ class TrainingEngine:
         self.replica: int = engine.grid.get_data_parallel_id()
         self._scaled = run.fp16.enabled
         self._watch = LayerWatch(engine, optimizer, module, run)
+        self._consistency = ConsistencyCheck(engine, optimizer, layout)
+        self.initial_weights = weight_kinds(module, run)
         seed_rank(run.megastable.training.seed, self.stage, self.replica, engine.grid.get_tensor_model_parallel_rank())
 
     @property
@@ -102,6 +107,16 @@ class TrainingEngine:
             step_seconds=step_seconds,
             watched=self._watch.finish(step_seconds) if watch else None,
         )
+
+    def check_consistency(self) -> float:
+        """Compare what should be equal on several ranks, see ``ConsistencyCheck``; the seconds that it took.
+
+        Raises:
+            RunStoppedError: on every rank, where something differs.
+        """
+        started = time.perf_counter()
+        self._consistency.run()
+        return time.perf_counter() - started
 
     def evaluate(self, micro_batches: Iterator[MicroBatch] | None, num_micro_batches: int) -> float:
         """Token mean of the loss over the micro-batches of all replicas, without dropout; training is left as it was.

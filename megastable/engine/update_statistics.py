@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megastable.core.clipping import clip_coefficient
 from megastable.engine.tensor_group import is_split
 
 GRADIENT, WEIGHT, UPDATE, ZEROS, ELEMENTS = range(5)
@@ -78,11 +79,6 @@ class UpdateStatistics:
         """ZeRO updates its groups one after the other."""
         stepped = {id(flat) for group in optimizer.param_groups for flat in group["params"]}
         return [partition for partition in self._partitions if id(partition.flat) in stepped]
-
-
-def clip_coefficient(grad_norm: float, clip_norm: float) -> float:
-    """What clipping multiplies a gradient by; 1 where there is no clipping."""
-    return min(1.0, clip_norm / (grad_norm + 1e-6)) if clip_norm > 0 else 1.0
 
 
 def _squares(parts: list[Tensor]) -> Tensor:

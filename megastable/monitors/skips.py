@@ -44,9 +44,9 @@ class SkippedSteps:
             scale = f"the loss scale is at its minimum, fp16.min_loss_scale = {self._fp16.min_loss_scale}"
         return (
             f"{self._hopeless} steps in a row were skipped because a gradient was not finite, and {scale}. "
-            f"{_where(seen.result.watched)} The weights are those before these steps. Go on from a checkpoint before the "
-            "first of them with a lower learning rate, a longer warmup or a smaller init std; with fp16 on a device that "
-            "has bf16, change to bf16."
+            f"{_where(seen.result.watched)} The weights are those before these steps. Go on from a checkpoint before "
+            "the first of them with a lower learning rate, a longer warmup or a smaller init std; on a device that has "
+            "bf16, take that instead of fp16."
         )
 
     def values(self) -> dict[str, float]:
@@ -71,6 +71,6 @@ def _where(watched: Watched | None) -> str:
             if values.get(kind, 0.0) == float("inf"):
                 return f"The forward pass is the cause: {kind} of {name}, the first such layer, is not finite."
     return (
-        f"The forward pass is finite: its largest value, in {watched.headroom_layer}, is at {watched.headroom:.1%} of the "
-        "format's maximum. The gradients overflow on their way back."
+        f"The forward pass is finite: its largest value, in {watched.headroom_layer}, is at {watched.headroom:.1%} of "
+        "the format's maximum. The gradients overflow on their way back."
     )

@@ -14,6 +14,7 @@ from megastable.engine.failure import reporting_failures
 from megastable.engine.process_group import check_equal_on_all_ranks, connected
 from megastable.engine.training_engine import TrainingEngine
 from megastable.engine.upstream_fixes import check_fp16_support
+from megastable.monitors import Monitors
 from megastable.training.console import make_display
 from megastable.training.loop import train_steps
 from megastable.training.recorder import Recorder, SilentRecorder
@@ -57,14 +58,15 @@ def check_same_corpus(manifest: Manifest, corpus: Corpus) -> None:
 
 def _train_connected(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | None, corpus: Corpus) -> None:
     engine = TrainingEngine(plan.run, plan.layout, plan.ramp, folder.path)
-    state = TrainingState()
+    state, monitors = TrainingState(), Monitors(plan.run)
     if checkpoint is not None:
         state = load_checkpoint(engine, checkpoint)
+        monitors.load_state_dict(read_manifest(checkpoint).monitors)
     if launch.rank == 0:
         folder.write_config(plan.run)
     recorder = _make_recorder(plan, launch, folder, engine, state)
     with recorder:
-        for line in introduction(plan, corpus, folder, checkpoint, state):
+        for line in introduction(plan, corpus, folder, checkpoint, state, engine.initial_weights):
             recorder.note(line)
         saved_run = run_as_dict(plan.run)
         last_eval_loss = train_steps(
@@ -73,7 +75,10 @@ def _train_connected(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoin
             corpus,
             state,
             recorder,
-            save=lambda reached: save_checkpoint(engine, folder.checkpoints, reached, saved_run, corpus.fingerprint),
+            monitors,
+            save=lambda reached: save_checkpoint(
+                engine, folder.checkpoints, reached, saved_run, corpus.fingerprint, monitors.state_dict()
+            ),
         )
         recorder.note(conclusion(corpus, last_eval_loss))
 
@@ -83,11 +88,11 @@ def _make_recorder(
 ) -> Recorder | SilentRecorder:
     if launch.rank != 0:
         return SilentRecorder()
-    folder.drop_metrics_after(state.step)
+    folder.drop_lines_after(state.step)
     display = make_display(
         plan.length.total_steps,
         plan.length.total_samples,
         state.consumed_samples,
         plan.run.megastable.logging.interval,
     )
-    return Recorder(folder.metrics, engine.writers, display)
+    return Recorder(folder.metrics, folder.events, engine.writers, display)

@@ -10,7 +10,11 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from megastable.core.records import Event
 from megastable.training.metrics import StepMetrics
+
+QUIET_EVENTS = ("overflow", "skip", "ramp")
+"""Kinds that show in the line of the step itself."""
 
 
 class StepDisplay(Protocol):
@@ -18,6 +22,10 @@ class StepDisplay(Protocol):
 
     def show(self, metrics: StepMetrics) -> None:
         """Show one step."""
+        ...
+
+    def happened(self, event: Event) -> None:
+        """Show an event."""
         ...
 
     def note(self, text: str) -> None:
@@ -44,6 +52,11 @@ class PlainLines:
         if due or metrics.skipped or metrics.eval_loss is not None:
             print(f"step {metrics.step}/{self._total_steps} | {summary(metrics)}", flush=True)
 
+    def happened(self, event: Event) -> None:
+        """Print a line, but for what the lines of steps say anyway."""
+        if event.kind not in QUIET_EVENTS:
+            print(f"step {event.step} {event.kind}: {event.text}", flush=True)
+
     def note(self, text: str) -> None:
         """Print a line."""
         print(text, flush=True)
@@ -63,14 +76,24 @@ class ProgressBar:
         self._task = self._progress.add_task("", total=total_samples, completed=consumed_samples)
         self._live = Live(self._progress, console=Console(highlight=False))
         self._live.start()
+        self._last_event = self._headroom = ""
 
     def show(self, metrics: StepMetrics) -> None:
         """Move the bar."""
         text = f"step {metrics.step} | {summary(metrics)}"
         self._progress.update(self._task, completed=metrics.consumed_samples)
-        self._live.update(Group(self._progress, Text(text)))
+        if metrics.headroom is not None:
+            self._headroom = f"headroom used {metrics.headroom:.1%} in {metrics.headroom_layer}"
+        below = [line for line in (text, self._headroom, self._last_event) if line]
+        self._live.update(Group(self._progress, *map(Text, below)))
         if metrics.skipped or metrics.eval_loss is not None:
             self._live.console.print(Text(text))
+
+    def happened(self, event: Event) -> None:
+        """Keep the newest below the bar, and warnings above it for good."""
+        self._last_event = f"last event: {event.kind} at step {event.step}: {event.text}"
+        if event.kind not in QUIET_EVENTS:
+            self._live.console.print(Text(f"step {event.step} {event.kind}: {event.text}"))
 
     def note(self, text: str) -> None:
         """Print a line above the bar."""

@@ -17,7 +17,6 @@ from megastable.training.monitor_packages import check_monitor_packages
 from megastable.training.run_folder import RunFolder, check_continues, checkpoint_to_load, checkpoint_to_resume
 from megastable.training.run_plan import RunPlan
 
-EXIT_CODE_USER_ERROR = 2
 EXIT_CODE_INTERRUPTED = 130
 RANK_0_SPEAKS_FIRST_SECONDS = 5.0
 
@@ -82,4 +81,4 @@ def _refuse(error: UserError, rank: str) -> int:
         time.sleep(RANK_0_SPEAKS_FIRST_SECONDS)
     where = "" if rank == "0" else f" on rank {rank}"
     print(f"[megastable] error{where}: {error}", file=sys.stderr, flush=True)
-    return EXIT_CODE_USER_ERROR
+    return error.exit_code

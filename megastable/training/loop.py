@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megastable.core.batch_rampup import Batch
-from megastable.core.records import TrainingState
+from megastable.core.errors import RunStoppedError
+from megastable.core.records import Event, TrainingState
 from megastable.data import (
     Corpus,
     SampleOrder,
@@ -15,6 +16,8 @@ from megastable.data import (
     training_micro_batches,
 )
 from megastable.engine.training_engine import TrainingEngine
+from megastable.monitors import Monitors
+from megastable.monitors.monitor import STOP, Seen
 from megastable.training.metrics import StepMetrics
 from megastable.training.recorder import Recorder, SilentRecorder
 from megastable.training.run_plan import RunPlan
@@ -26,18 +29,22 @@ def train_steps(
     corpus: Corpus,
     state: TrainingState,
     recorder: Recorder | SilentRecorder,
+    monitors: Monitors,
     save: Callable[[TrainingState], Path],
 ) -> float | None:
     """Run every step from ``state`` to the end of the plan. Collective.
 
     Returns:
         The last validation loss; None where no evaluation was made.
+
+    Raises:
+        RunStoppedError: a monitor or the consistency check stops the run; on all ranks.
     """
-    settings, last_eval_loss = plan.run.megastable, None
+    settings, last_eval_loss, skipped_before = plan.run.megastable, None, False
     order = SampleOrder(len(corpus.train), settings.training.seed)
     while state.step < plan.length.total_steps:
         batch = engine.rampup_hook.before_step(state.consumed_samples)
-        lr = plan.lr_schedule.at(state.applied_samples)
+        lr = plan.learning_rate(state.applied_samples, batch)
         micro_batches = (
             training_micro_batches(
                 corpus.train, order, batch, state.consumed_samples, engine.replica, plan.layout.data_parallel_size
@@ -45,17 +52,37 @@ def train_steps(
             if engine.needs_data
             else None
         )
-        result = engine.train_batch(micro_batches, lr)
+        is_last = state.step + 1 == plan.length.total_steps
+        # After a skipped step, to have what a diagnosis needs.
+        watch = skipped_before or _is_due(state.step + 1, settings.monitors.interval, is_last)
+        result = engine.train_batch(micro_batches, lr, watch)
         state = state.advance(batch, result, settings.model.seq_length)
+        skipped_before = result.skipped
+        events = monitors.observe(Seen(state, batch, result))
 
-        is_last = state.step == plan.length.total_steps
         evaluate_now = _is_due(state.step, settings.training.eval_interval, is_last) and len(corpus.validation) > 0
         eval_loss = evaluate(plan, engine, corpus, batch) if evaluate_now else None
         last_eval_loss = last_eval_loss if eval_loss is None else eval_loss
-        recorder.record(StepMetrics.of(plan, state, batch, lr, result, eval_loss))
+        recorder.record(StepMetrics.of(plan, state, batch, lr, result, eval_loss, monitors.values()))
+        for event in events:
+            recorder.happened(event)
+        stop_if_told(events)
+        if _is_due(state.step, settings.monitors.consistency_interval, is_last):
+            engine.check_consistency()
         if _is_due(state.step, settings.checkpoint.save_interval, is_last):
             recorder.note(f"saved {save(state)}")
     return last_eval_loss
+
+
+def stop_if_told(events: list[Event]) -> None:
+    """End the run where an event says so.
+
+    Raises:
+        RunStoppedError: with the event's text.
+    """
+    for event in events:
+        if event.kind == STOP:
+            raise RunStoppedError(f"the run stops at step {event.step}: {event.text}")
 
 
 def evaluate(plan: RunPlan, engine: TrainingEngine, corpus: Corpus, batch: Batch) -> float:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from megastable.core.records import Event
 from megastable.training.console import StepDisplay
-from megastable.training.metrics import StepMetrics
+from megastable.training.metrics import StepMetrics, finite_or_none
 
 
 class Writers(Protocol):
@@ -22,10 +24,11 @@ class Writers(Protocol):
 
 
 class Recorder:
-    """metrics.jsonl, the writers and the display, fed from the same values."""
+    """metrics.jsonl, events.jsonl, the writers and the display, fed from the same values."""
 
-    def __init__(self, metrics_file: Path, writers: Writers, display: StepDisplay) -> None:
+    def __init__(self, metrics_file: Path, events_file: Path, writers: Writers, display: StepDisplay) -> None:
         self._file = open(metrics_file, "a", encoding="utf-8")  # noqa: SIM115  # closed by __exit__
+        self._events = open(events_file, "a", encoding="utf-8")  # noqa: SIM115
         self._writers = writers
         self._display = display
 
@@ -34,10 +37,16 @@ class Recorder:
         self._file.write(metrics.to_json() + "\n")
         self._file.flush()
         if self._writers.enabled:
-            values = {name: value for name, value in asdict(metrics).items() if value is not None}
-            samples = values.pop("consumed_samples")
-            self._writers.write_events([(f"Train/{name}", float(value), samples) for name, value in values.items()])
+            values, samples = metrics.numbers(), metrics.consumed_samples
+            del values["consumed_samples"]
+            self._writers.write_events([(f"Train/{name}", value, samples) for name, value in values.items()])
         self._display.show(metrics)
+
+    def happened(self, event: Event) -> None:
+        """Write an event, and show it."""
+        self._events.write(json.dumps(finite_or_none(asdict(event))) + "\n")
+        self._events.flush()
+        self._display.happened(event)
 
     def note(self, text: str) -> None:
         """Show a line of text."""
@@ -50,6 +59,7 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+        self._events.close()
         self._display.close()
 
 
@@ -57,6 +67,9 @@ class SilentRecorder:
     """The recorder of all other ranks."""
 
     def record(self, metrics: StepMetrics) -> None:
+        """Rank 0 does it."""
+
+    def happened(self, event: Event) -> None:
         """Rank 0 does it."""
 
     def note(self, text: str) -> None:

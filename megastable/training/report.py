@@ -7,12 +7,18 @@ from pathlib import Path
 
 from megastable.core.records import TrainingState
 from megastable.data import Corpus
+from megastable.engine.weight_report import WeightKind
 from megastable.training.run_folder import RunFolder
 from megastable.training.run_plan import RunPlan
 
 
 def introduction(
-    plan: RunPlan, corpus: Corpus, folder: RunFolder, checkpoint: Path | None, state: TrainingState
+    plan: RunPlan,
+    corpus: Corpus,
+    folder: RunFolder,
+    checkpoint: Path | None,
+    state: TrainingState,
+    weights: list[WeightKind],
 ) -> list[str]:
     """What is about to be trained, on what, for how long, and where it is written."""
     layout, model, length = plan.layout, plan.run.megastable.model, plan.length
@@ -35,7 +41,17 @@ def introduction(
         *(["fp16 on a CPU as megastable.training.fp16_on_cpu allows: its arithmetic is slow"] if slow_fp16 else []),
         f"references: ln(vocabulary) = {math.log(model.vocab_size):.4f} is the loss of a model that knows nothing, "
         f"{corpus.unigram_entropy_nats:.4f} of one that knows how frequent each token is",
-        f"continues {checkpoint} at step {state.step}" if checkpoint else "starts from fresh weights",
+        *([f"continues {checkpoint} at step {state.step}"] if checkpoint else fresh_weights(plan, weights)),
+    ]
+
+
+def fresh_weights(plan: RunPlan, weights: list[WeightKind]) -> list[str]:
+    """The init scheme, and for every kind of weight the std by its formula beside the measured one."""
+    init = plan.run.megastable.init
+    scaled = ", projections into the residual stream over sqrt(2 layers)" if init.residual_scaling else ""
+    return [
+        f"starts from fresh weights: scheme {init.scheme}{scaled}; std by formula (measured):",
+        *(f"  {kind.name} {kind.formula_std:.5f} ({kind.measured_std:.5f})" for kind in weights),
     ]
 
 

@@ -35,6 +35,7 @@ class RunFolder:
         self.path = path
         self.config = path / "config.json"
         self.metrics = path / "metrics.jsonl"
+        self.events = path / "events.jsonl"
         self.checkpoints = path / "checkpoints"
 
     def check_unused(self) -> None:
@@ -61,21 +62,25 @@ class RunFolder:
         written.write_text(json.dumps(run_as_dict(run), indent=2) + "\n", encoding="utf-8")
         os.replace(written, self.config)
 
-    def drop_metrics_after(self, step: int) -> None:
-        """Move the lines of steps after ``step`` to ``metrics.superseded.jsonl``: a resumed run writes them again."""
-        if not self.metrics.exists():
-            return
-        kept: list[str] = []
-        superseded: list[str] = []
-        text = self.metrics.read_text(encoding="utf-8")
-        for line in text.splitlines():
-            (kept if _is_step_up_to(line, step) else superseded).append(f"{line}\n")
-        if superseded or not text.endswith("\n"):  # a kill may cut the last line short, or only its end
-            with open(self.path / "metrics.superseded.jsonl", "a", encoding="utf-8") as file:
-                file.writelines(superseded)
-            written = self.metrics.with_suffix(".tmp")
-            written.write_text("".join(kept), encoding="utf-8")
-            os.replace(written, self.metrics)
+    def drop_lines_after(self, step: int) -> None:
+        """Move the lines of later steps to ``*.superseded.jsonl``: a resumed run writes them again."""
+        for path in (self.metrics, self.events):
+            if path.exists():
+                _drop_lines_after(path, step)
+
+
+def _drop_lines_after(path: Path, step: int) -> None:
+    kept: list[str] = []
+    superseded: list[str] = []
+    text = path.read_text(encoding="utf-8")
+    for line in text.splitlines():
+        (kept if _is_step_up_to(line, step) else superseded).append(f"{line}\n")
+    if superseded or not text.endswith("\n"):  # a kill may cut the last line short, or only its end
+        with open(path.with_suffix(".superseded.jsonl"), "a", encoding="utf-8") as file:
+            file.writelines(superseded)
+        written = path.with_suffix(".tmp")
+        written.write_text("".join(kept), encoding="utf-8")
+        os.replace(written, path)
 
 
 def run_as_dict(run: RunConfig) -> dict[str, Any]:

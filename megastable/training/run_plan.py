@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
-from megastable.config import ModelConfig, RunConfig
-from megastable.core.batch_rampup import BatchRampup, RampPhase, RunLength
+from megastable.config import Amount, ModelConfig, RunConfig
+from megastable.config.lr_schedule import DEFAULT_STABLE_SHARE, DEFAULT_STEP_FACTOR, DEFAULT_STEP_INTERVAL
+from megastable.core.batch_rampup import Batch, BatchRampup, RampPhase, RunLength
 from megastable.core.flops import ModelShape
 from megastable.core.layout import ParallelLayout
-from megastable.core.lr_schedule import LR_SCHEDULES, WarmupSchedule
+from megastable.core.lr_schedule import BATCH_SCALING_EXPONENTS, LR_SCHEDULES, WarmupSchedule
 
 
 @dataclass(frozen=True)
@@ -54,23 +56,44 @@ class RunPlan:
             hardware_flops_per_sample=shape.hardware_flops_per_sample(recomputed),
         )
 
+    def learning_rate(self, applied_samples: int, batch: Batch) -> float:
+        """Learning rate of a step on ``batch`` that starts after ``applied_samples`` samples of applied updates.
+
+        The file's belongs to the ramp's final batch, whether or not the run gets there: where it stops changes nothing
+        before that.
+        """
+        exponent = BATCH_SCALING_EXPONENTS[self.run.megastable.lr_schedule.batch_scaling]
+        share = batch.global_batch_size / self.ramp.schedule.final
+        return self.lr_schedule.scaled(share**exponent).at(applied_samples)
+
 
 def learning_rate_schedule(run: RunConfig, length: RunLength) -> WarmupSchedule:
     """The schedule of a run file on the samples that the run really takes.
 
-    A decay that ends within the last step ends where that step begins, so that it uses ``min_lr``. Any other end stays
-    where the file puts it: a longer or shorter run does not move the learning rate at a sample.
+    A warmup, constant part or decay that ends within the last step ends where that step begins, so that it uses
+    ``min_lr``. Any other end stays where the file puts it: a longer or shorter run does not move the learning rate at a
+    sample, and one that ends before its warmup or its decay does not reach ``min_lr``.
     """
     config, seq_length = run.megastable.lr_schedule, run.megastable.model.seq_length
-    end_samples = config.decay.to_samples(length.total_samples, seq_length)
-    if length.last_step_start < end_samples <= length.total_samples:
-        end_samples = length.last_step_start
-    return LR_SCHEDULES[config.type](
-        max_lr=run.optimizer.params.lr,
-        min_lr=config.min_lr,
-        warmup_samples=config.warmup.to_samples(length.total_samples, seq_length),
-        end_samples=end_samples,
-    )
+
+    def samples(amount: Amount) -> int:
+        return amount.to_samples(length.total_samples, seq_length)
+
+    def end(position: int) -> int:
+        return length.last_step_start if length.last_step_start < position <= length.total_samples else position
+
+    stable = int(DEFAULT_STABLE_SHARE * samples(config.decay)) if config.stable is None else samples(config.stable)
+    schedule = LR_SCHEDULES[config.type]
+    values: dict[str, Any] = {
+        "max_lr": run.optimizer.params.lr,
+        "min_lr": config.min_lr,
+        "warmup_samples": end(samples(config.warmup)),
+        "stable_samples": end(stable),
+        "end_samples": end(samples(config.decay)),
+        "step_interval_samples": samples(config.step_interval or DEFAULT_STEP_INTERVAL),
+        "step_factor": config.step_factor or DEFAULT_STEP_FACTOR,
+    }
+    return schedule(**{field.name: values[field.name] for field in fields(schedule)})
 
 
 def model_shape(model: ModelConfig) -> ModelShape:

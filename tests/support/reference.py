@@ -54,17 +54,17 @@ def train_reference(run: RunConfig, num_steps: int) -> tuple[list[ReferenceStep]
     optimizer = reference_optimizer(model, run)
     size, steps, consumed = run.megastable.model, [], 0
     for _ in range(num_steps):
-        batch_size = plan.ramp.schedule.at(consumed)
-        ids, labels = global_batch(consumed, batch_size, size.seq_length, size.vocab_size)
+        batch = plan.ramp.at(consumed)
+        ids, labels = global_batch(consumed, batch.global_batch_size, size.seq_length, size.vocab_size)
         loss = reference_loss(model, run, ids, labels)
         optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), run.clip_norm or float("inf"))
         for group in optimizer.param_groups:
-            group["lr"] = plan.lr_schedule.at(consumed)
+            group["lr"] = plan.learning_rate(consumed, batch)
         optimizer.step()
         steps.append(ReferenceStep(loss.item(), norm.item()))
-        consumed += batch_size
+        consumed += batch.global_batch_size
     return steps, model
 
 

@@ -39,7 +39,7 @@ def train(
     for _ in range(num_steps):
         before_step(state)
         batch = engine.rampup_hook.before_step(state.consumed_samples)
-        lr = plan.lr_schedule.at(state.applied_samples)
+        lr = plan.learning_rate(state.applied_samples, batch)
         data = micro_batches(
             batch, state.consumed_samples, engine.replica, plan.layout.data_parallel_size,
             model.seq_length, model.vocab_size,

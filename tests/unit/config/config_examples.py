@@ -103,7 +103,14 @@ FULL: dict[str, Any] = {
             "ramp_samples": 100,
             "micro_batch_size_steps": [[16, 4], [32, 8]],
         },
-        "lr_schedule": {"type": "linear", "warmup": 10, "decay": {"tokens": 64000}, "min_lr": 1e-5},
+        "lr_schedule": {
+            "type": "warmup_stable_decay",
+            "warmup": 10,
+            "stable": {"tokens": 32000},
+            "decay": {"tokens": 64000},
+            "min_lr": 1e-5,
+            "batch_scaling": "sqrt",
+        },
         "init": {"scheme": "fixed", "std": 0.01, "residual_scaling": False},
         "data": {
             "source": {"type": "hf", "path": "p", "name": "n", "split": "s", "text_column": "c"},

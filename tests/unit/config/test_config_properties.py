@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.config import Amount, ConfigError, ModelConfig, RunConfig, run_from_dict
+from megastable.config.lr_schedule import types_that_read
 from megastable.core.init_std import INIT_SCHEMES
-from megastable.core.lr_schedule import LR_SCHEDULES
+from megastable.core.lr_schedule import BATCH_SCALING_EXPONENTS, LR_SCHEDULES
 
 PATHS = list(key_paths(FULL))
 SOURCE_AND_TOKENIZER = ("megastable.data.source.", "megastable.data.tokenizer.")
@@ -71,11 +72,18 @@ def legal_runs(draw: st.DrawFn) -> dict[str, Any]:
     raw["megastable"]["batch_rampup"] = draw(ramps())
     lr = draw(st.floats(1e-9, 1))
     raw["optimizer"]["params"]["lr"] = lr
-    raw["megastable"]["lr_schedule"] = {
-        "type": draw(st.sampled_from(list(LR_SCHEDULES))),
-        "warmup": 0,
+    name = draw(st.sampled_from(list(LR_SCHEDULES)))
+    keys = {
         "decay": draw(amounts),
         "min_lr": draw(st.floats(0, lr)),
+        "step_interval": draw(st.none() | amounts),
+        "step_factor": draw(st.none() | st.floats(0, 1, exclude_min=True, exclude_max=True)),
+    }
+    raw["megastable"]["lr_schedule"] = {
+        "type": name,
+        "warmup": 0,
+        "batch_scaling": draw(st.sampled_from(list(BATCH_SCALING_EXPONENTS))),
+        **{key: value for key, value in keys.items() if name in types_that_read(key)},
     }
     scheme = draw(st.sampled_from(list(INIT_SCHEMES)))
     raw["megastable"]["init"] = {"scheme": scheme, "std": 0.01 if scheme == "fixed" else None}

@@ -20,6 +20,8 @@ class Case:
 
 
 M = "megastable"
+STABLE = (f"{M}.lr_schedule.type=warmup_stable_decay",)
+NINE_STEPS = (f"{M}.training.total_samples=null", f"{M}.training.total_steps=9")
 LINEAR = '"start": 8, "increment": 8, "final": 32'
 CASES = (
     Case(
@@ -272,6 +274,43 @@ CASES = (
             f"{M}.lr_schedule.warmup=11",
             f'{M}.lr_schedule.decay={{"fraction": 0.01}}',
         ),
+    ),
+    Case(
+        "warmup_ends_before_decay",
+        (f"{M}.lr_schedule.warmup=1001",),
+        f"{M}.lr_schedule.warmup",
+        (f"{M}.lr_schedule.warmup=1001", f"{M}.lr_schedule.type=constant"),
+    ),
+    Case(
+        "stable_ends_between",
+        (*STABLE, f'{M}.lr_schedule.stable={{"fraction": 0.04}}'),
+        f"{M}.lr_schedule.stable",
+        (*STABLE, f'{M}.lr_schedule.stable={{"fraction": 0.05}}'),
+    ),
+    Case(
+        "stable_ends_between",
+        (*STABLE, f"{M}.lr_schedule.stable=501", f'{M}.lr_schedule.decay={{"fraction": 0.5}}'),
+        f"{M}.lr_schedule.stable",
+        (*STABLE, f"{M}.lr_schedule.stable=500", f'{M}.lr_schedule.decay={{"fraction": 0.5}}'),
+    ),
+    Case(
+        "stable_ends_between",
+        (*STABLE, *NINE_STEPS, f"{M}.lr_schedule.stable=11", f'{M}.lr_schedule.decay={{"tokens": 640}}'),
+        f"{M}.lr_schedule.stable",
+        (*STABLE, *NINE_STEPS, f"{M}.lr_schedule.stable=11", f'{M}.lr_schedule.decay={{"fraction": 0.1}}'),
+    ),
+    # Where warmup and decay are in the wrong order, nothing lies between them, which is not the constant part's fault.
+    Case(
+        "warmup_ends_before_decay",
+        (*STABLE, f"{M}.lr_schedule.stable=50", f"{M}.lr_schedule.decay=49"),
+        f"{M}.lr_schedule.warmup",
+        (*STABLE, f"{M}.lr_schedule.stable=50", f"{M}.lr_schedule.decay=50"),
+    ),
+    Case(
+        "lr_keys_belong_to_the_type",
+        (f"{M}.lr_schedule.step_factor=0.5",),
+        f"{M}.lr_schedule.step_factor",
+        (f"{M}.lr_schedule.step_factor=0.5", f"{M}.lr_schedule.type=step"),
     ),
     Case(
         "head_std_needs_a_head",

@@ -53,6 +53,8 @@ def test_schema_is_a_schema():
         ("megastable.model.dropout", 1.0),
         ("megastable.lr_schedule.type", "exponential"),
         ("megastable.lr_schedule.warmup", -1),
+        ("megastable.lr_schedule.step_factor", 1),
+        ("megastable.lr_schedule.batch_scaling", "cube"),
         ("megastable.init.scheme", "normal"),
         ("megastable.data.source", {"type": "stdlib", "path": "x"}),
         ("zero_optimization.stage", 2),

@@ -102,17 +102,17 @@ def superseded(folder: RunFolder) -> str:
 def test_lines_after_the_checkpoint_are_moved_away(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.metrics.write_text("".join(map(line, range(1, 8))))
-    folder.drop_metrics_after(5)
+    folder.drop_lines_after(5)
     assert folder.metrics.read_text() == "".join(map(line, range(1, 6)))
     assert superseded(folder) == line(6) + line(7)
 
 
 def test_nothing_to_drop(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.drop_metrics_after(5)
+    folder.drop_lines_after(5)
     assert not folder.metrics.exists()
     folder.metrics.write_text(line(1) + line(5))
-    folder.drop_metrics_after(5)
+    folder.drop_lines_after(5)
     assert folder.metrics.read_text() == line(1) + line(5)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -124,7 +124,7 @@ def test_no_line_is_lost_wherever_a_kill_cut_the_last_one(num_steps: int, cut: i
         folder = RunFolder(Path(name))
         written = "".join(map(line, range(1, num_steps + 1))) + line(num_steps + 1)[:cut]
         folder.metrics.write_text(written)
-        folder.drop_metrics_after(step)
+        folder.drop_lines_after(step)
         kept = folder.metrics.read_text()
         assert kept + superseded(folder) in (written, f"{written}\n")  # a cut line gets an end of its own
         kept_steps = [json.loads(text)["step"] for text in kept.splitlines()]
@@ -141,7 +141,7 @@ def test_every_step_is_there_once_after_any_number_of_resumes(attempts: list[tup
         reached, total_lines = 0, 0
         for attempt, (steps, steps_back) in enumerate(attempts):
             start = max(0, reached - steps_back)
-            folder.drop_metrics_after(start)
+            folder.drop_lines_after(start)
             reached = start + steps
             with open(folder.metrics, "a") as file:
                 file.writelines(line(step, f"attempt {attempt}") for step in range(start + 1, reached + 1))
@@ -156,10 +156,10 @@ def test_every_step_is_there_once_after_any_number_of_resumes(attempts: list[tup
 def test_a_cut_line_does_not_swallow_the_next_superseded_one(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.metrics.write_text(line(1) + line(2)[:9])
-    folder.drop_metrics_after(1)
+    folder.drop_lines_after(1)
     with open(folder.metrics, "a") as file:
         file.write(line(2) + line(3))
-    folder.drop_metrics_after(1)
+    folder.drop_lines_after(1)
     assert superseded(folder).splitlines(keepends=True)[-2:] == [line(2), line(3)]
 
 
@@ -167,7 +167,7 @@ def test_a_line_that_misses_only_its_end_does_not_swallow_the_next(tmp_path: Pat
     """Metrics are not fsynced and checkpoints are, so a power cut can leave this."""
     folder = RunFolder(tmp_path)
     folder.metrics.write_text(line(1) + line(2).rstrip("\n"))
-    folder.drop_metrics_after(2)
+    folder.drop_lines_after(2)
     with open(folder.metrics, "a") as file:
         file.write(line(3))
     assert [json.loads(text)["step"] for text in folder.metrics.read_text().splitlines()] == [1, 2, 3]

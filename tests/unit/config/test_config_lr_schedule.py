@@ -1,0 +1,28 @@
+"""Which keys of the learning-rate schedule belong to which type."""
+
+from dataclasses import fields
+
+import pytest
+from config_examples import MINIMAL, faults_of
+
+from megastable.config.lr_schedule import SCHEDULE_FIELDS, LrScheduleConfig, types_that_read
+from megastable.core.lr_schedule import LR_SCHEDULES
+
+
+@pytest.mark.parametrize("key", SCHEDULE_FIELDS)
+@pytest.mark.parametrize("name", LR_SCHEDULES)
+def test_a_schedule_takes_the_keys_that_it_reads_and_no_other(name: str, key: str):
+    values = {"decay": 900, "min_lr": 1e-4, "stable": 800, "step_interval": 10, "step_factor": 0.1}
+    faults = faults_of(MINIMAL, (f"megastable.lr_schedule.type={name}", f"megastable.lr_schedule.{key}={values[key]}"))
+    if name in types_that_read(key):
+        assert faults == ()
+    else:
+        (fault,) = faults
+        assert fault.path == f"megastable.lr_schedule.{key}"
+        assert all(legal in fault.message for legal in types_that_read(key))
+
+
+def test_every_field_of_a_schedule_has_its_key():
+    read = {field.name for schedule in LR_SCHEDULES.values() for field in fields(schedule)}
+    assert read == {"max_lr", "warmup_samples", *SCHEDULE_FIELDS.values()}
+    assert LrScheduleConfig.model_fields.keys() >= SCHEDULE_FIELDS.keys()

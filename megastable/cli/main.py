@@ -9,9 +9,12 @@ from typing import Annotated
 
 import typer
 
+from megastable.cli import check as check_output
 from megastable.cli.plot import plot_run
 from megastable.config import json_schema
 from megastable.core.errors import UserError
+from megastable.training.preflight import preflight
+from megastable.training.preflight.gpus import installed_gpus
 
 app = typer.Typer(
     help="Tools around pre-training a GPT. Training itself: deepspeed launch/train.py --deepspeed_config FILE.",
@@ -37,6 +40,45 @@ def plot(
     """Draw loss, global batch and TFLOPs of a run over its samples."""
     plot_run(run_dir, output)
     print(f"wrote {output}")
+
+
+@app.command()
+def check(
+    config: Annotated[Path, typer.Argument(help="a run file, e.g. ds_configs/quickstart.json")],
+    world_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="processes of the launch; default: megastable.training.world_size, else one replica"),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print a list of objects: level, key, message, suggestion")
+    ] = False,
+) -> None:
+    """Review a run file before it costs anything: seconds, no GPU, nothing written.
+
+    Every finding names a key, why it matters with the number, and what to
+    write instead.
+
+    error: the launch would refuse it, or it is unsafe, such as fp16 without
+    clipping or less text than one batch.
+
+    warning: it runs, but risks the run or wastes its time, such as a std too
+    large for the width, or a pipeline that idles.
+
+    note: outside the customary, or good to know; it may stay as it is.
+
+    Idle time and micro-batches are those of --world-size. The number format is
+    held against this machine's GPUs, where it has any. The length of local text
+    is estimated from file sizes; nothing is downloaded.
+
+    Exit code 1 with errors, 0 without, 2 where the file cannot be read.
+    """
+    findings = preflight(config, world_size, installed_gpus())
+    if as_json:
+        print(check_output.as_json(findings))
+    else:
+        check_output.show(findings, str(config))
+    if any(finding.level == "error" for finding in findings):
+        raise typer.Exit(1)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from megastable.config.deepspeed_keys import (
     OptimizerConfig,
     ZeroConfig,
 )
-from megastable.config.faults import ConfigError, Fault
+from megastable.config.faults import ConfigError, Fault, UnreadableRunFileError
 from megastable.config.lr_schedule import LrScheduleConfig
 from megastable.config.model import ModelConfig
 from megastable.config.run_config import MegastableConfig, RunConfig
@@ -67,6 +67,7 @@ __all__ = [
     "TokenizerConfig",
     "TrainingConfig",
     "TransformersTokenizerConfig",
+    "UnreadableRunFileError",
     "ZeroConfig",
     "json_schema",
     "load_run_file",

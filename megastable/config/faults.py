@@ -33,7 +33,7 @@ class Fault:
     def __str__(self) -> str:
         if not self.path:
             return self.message
-        shown = "" if self.value is NO_VALUE else f" = {_short_json(self.value)}"
+        shown = "" if self.value is NO_VALUE else f" = {short_json(self.value)}"
         return f"{self.path}{shown}: {self.message}"
 
 
@@ -51,6 +51,11 @@ class ConfigError(UserError):
         return "\n  ".join(lines)
 
 
-def _short_json(value: object) -> str:
+class UnreadableRunFileError(ConfigError):
+    """There is no run file to check: it is not there, not text, or not a JSON object."""
+
+
+def short_json(value: object) -> str:
+    """The value as the file has it, cut where it is long."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= LONGEST_SHOWN_VALUE else text[: LONGEST_SHOWN_VALUE - 3] + "..."

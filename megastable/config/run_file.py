@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megastable.config.checking import check
-from megastable.config.faults import NO_VALUE, ConfigError, Fault
+from megastable.config.faults import NO_VALUE, ConfigError, Fault, UnreadableRunFileError
 from megastable.config.json_text import parse_json
 from megastable.config.overrides import apply_overrides
 from megastable.config.run_config import RunConfig
@@ -23,12 +23,13 @@ def load_run_file(path: Path | str, overrides: Sequence[str] = (), world_size: i
         world_size: processes that it is launched on; None leaves out what depends on their number.
 
     Raises:
-        ConfigError: the file cannot be read, is not JSON, or holds faults; all of them are listed.
+        UnreadableRunFileError: the file cannot be read or is not JSON.
+        ConfigError: it holds faults; all of them are listed.
     """
     source = str(path)
     raw, faults = _read(Path(path))
     if not isinstance(raw, dict):
-        raise ConfigError(source, [Fault("", NO_VALUE, "the file must hold a JSON object: {...}")])
+        raise UnreadableRunFileError(source, [Fault("", NO_VALUE, "the file must hold a JSON object: {...}")])
     return _checked(raw, source, overrides, faults, world_size)
 
 
@@ -69,4 +70,4 @@ def _read(path: Path) -> tuple[Any, list[Fault]]:
         )
     except (ValueError, RecursionError) as error:
         message = f"is not valid JSON: {error}"
-    raise ConfigError(str(path), [Fault("", NO_VALUE, message)])
+    raise UnreadableRunFileError(str(path), [Fault("", NO_VALUE, message)])

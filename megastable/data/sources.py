@@ -73,6 +73,10 @@ class TextFiles:
         except OSError as error:
             raise UserError(f"megastable.data.source.path: {file} cannot be read ({error.strerror})") from error
 
+    def num_bytes(self) -> int:
+        """Size of all files together."""
+        return sum(file.stat().st_size for file in self._files)
+
     def fingerprint(self) -> str:
         """Of every file's name, size and time of change: reading terabytes to find them unchanged takes too long."""
         digest = hashlib.sha256()

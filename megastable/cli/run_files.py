@@ -57,11 +57,11 @@ class Tail:
 
         Half a line at the end waits for its other half; a line that is no JSON object is left out.
         """
+        self.fault = ""
         try:
             with open(self.path, "rb") as file:
                 lines, afresh = self._new_lines(file)
                 self.changed_unix = os.fstat(file.fileno()).st_mtime
-            self.fault = ""
         except FileNotFoundError:
             return [], False
         except OSError as error:  # no permission, or a network folder out of reach
@@ -170,7 +170,7 @@ class RunReader:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        if not any((run_dir / name).is_file() for name in RUN_FILES):
+        if not any(os.path.isfile(run_dir / name) for name in RUN_FILES):
             raise UserError(
                 f"{run_dir} is no run folder: it has neither {' nor '.join(RUN_FILES)}. Name the folder that a run "
                 "writes, e.g. runs/quickstart"

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from megastable.cli import watch
 from megastable.cli.cells import duration, percent, significant
 from megastable.cli.curve import BLOCKS, bars
-from megastable.cli.dashboard import STEP_FIELDS, WATCHED_FIELDS
 from megastable.cli.layer_table import COLUMNS, MARK, outliers
 from megastable.cli.main import main
+from megastable.cli.run_fields import STEP_FIELDS, WATCHED_FIELDS
 from megastable.cli.run_files import RunState
 from tests.unit.training.metrics_examples import HARD_STEPS, step_metrics
 from tests.unit.training.watch_examples import EVENTS, LAYERS, frame, metrics_row, state_of, write_config, write_rows
@@ -86,6 +86,16 @@ def test_a_low_terminal_keeps_the_layer_that_stands_out(run_dir: Path, width: in
     rows = re.findall(r"block_\d+  ", frame(state_of(run_dir), width, height))
     assert "block_80  " in rows
     assert len(rows) <= height
+
+
+@pytest.mark.parametrize("width", [120, 160])
+def test_a_terminal_of_forty_lines_has_a_place_for_the_events(run_dir: Path, width: int) -> None:
+    layers = {f"block_{index}": LAYERS["block_0"] for index in range(100)}
+    write_rows(run_dir / "metrics.jsonl", [metrics_row(NUM_STEPS, layers=layers)])
+    write_rows(run_dir / "events.jsonl", [*EVENTS, *EVENTS, EVENTS[0] | {"text": "long text " * 40}])
+    lines = frame(state_of(run_dir), width, height=40).splitlines()
+    assert len(lines) <= 40
+    assert "long text" in words("\n".join(lines))
 
 
 @pytest.mark.parametrize("key", metrics_row(1))

@@ -11,6 +11,7 @@ import typer
 
 from megastable.cli import check as check_output
 from megastable.cli.plot import plot_run
+from megastable.cli.watch import watch_run
 from megastable.config import json_schema
 from megastable.core.errors import UserError
 from megastable.training.preflight import preflight
@@ -79,6 +80,33 @@ def check(
         check_output.show(findings, str(config))
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(1)
+
+
+@app.command()
+def watch(
+    run_dir: Annotated[Path, typer.Argument(help="a run folder, e.g. runs/quickstart")],
+    refresh: Annotated[float, typer.Option(min=0.1, help="seconds between two looks at the files")] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="print one frame and exit, as is done where the output is no terminal")
+    ] = False,
+) -> None:
+    """Show a run while it goes on, from its files alone: on any machine that sees the folder. Ctrl-C leaves.
+
+    Shown are
+    - how far the run is, when it will be done, and how old its newest step is;
+    - the newest step, and curves of loss and gradient norm;
+    - the newest validation loss, how near values came to the number
+      format's maximum, the slowest rank, the memory;
+    - the last events;
+    - every layer, with a mark at the values that stand out.
+
+    Layers, maximum and slowest rank are of the newest monitored step
+    (every megastable.monitors.interval steps). A run is called quiet after
+    ten of its usual step times, and ten seconds, without a new step.
+
+    Nothing is written into the folder. A resume that goes back is followed.
+    """
+    watch_run(run_dir, refresh, once)
 
 
 def main() -> None:

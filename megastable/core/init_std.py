@@ -19,6 +19,11 @@ class MatrixSize:
     fan_out: int
     hidden_size: int
 
+    @classmethod
+    def square(cls, hidden_size: int) -> MatrixSize:
+        """From the width to the width."""
+        return cls(hidden_size, hidden_size, hidden_size)
+
 
 def fixed(size: MatrixSize, fixed_std: float | None) -> float:
     """The given number, whatever the width."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megastable.core.init_std import megatron_530b
+from megastable.core.init_std import MatrixSize, megatron_530b
 from megastable.training.preflight.customs import customary_peak_lr, short_count
 from megastable.training.preflight.finding import Finding
 from megastable.training.preflight.review import Review
@@ -72,7 +72,7 @@ def lr_fits_the_width(review: Review) -> Iterator[Finding]:
 
     For models that the table of ``lr_fits_the_size`` does not reach.
     """
-    lr, std = review.run.optimizer.params.lr, megatron_530b(review.model.hidden_size, None)
+    lr, std = review.run.optimizer.params.lr, megatron_530b(MatrixSize.square(review.model.hidden_size), None)
     if not review.has_customary_size and lr > LARGEST_LR_SHARE_OF_STD * std:
         yield Finding(
             "warning",

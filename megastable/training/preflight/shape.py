@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megastable.core.init_std import INIT_SCHEMES, megatron_530b, residual_output_std
+from megastable.core.init_std import INIT_SCHEMES, MatrixSize, megatron_530b, residual_output_std
 from megastable.training.preflight.finding import Finding
 from megastable.training.preflight.review import Review
 
@@ -19,10 +19,10 @@ VOCABULARY_MULTIPLE = 128
 def std_fits_the_width(review: Review) -> Iterator[Finding]:
     """The std of fresh weights falls with the root of the width. An untied embedding is free: a norm follows it."""
     init, hidden = review.run.megastable.init, review.model.hidden_size
-    stds = {"std": INIT_SCHEMES[init.scheme](hidden, init.std), "head_std": init.head_std}
+    stds = {"std": INIT_SCHEMES[init.scheme](MatrixSize.square(hidden), init.std), "head_std": init.head_std}
     if review.model.tie_embeddings:  # it makes the logits, too
         stds["embedding_std"] = init.embedding_std
-    reference = megatron_530b(hidden, None)
+    reference = megatron_530b(MatrixSize.square(hidden), None)
     low, high = STD_RATIOS
     for key, std in stds.items():
         if std is not None and not low <= std / reference <= high:
@@ -40,7 +40,7 @@ def std_fits_the_depth(review: Review) -> Iterator[Finding]:
     """Every block adds to the residual stream twice, so deep models scale those projections down."""
     init, model = review.run.megastable.init, review.model
     if not init.residual_scaling and model.num_layers >= DEEP_FROM_LAYERS:
-        std = INIT_SCHEMES[init.scheme](model.hidden_size, init.std)
+        std = INIT_SCHEMES[init.scheme](MatrixSize.square(model.hidden_size), init.std)
         scaled = residual_output_std(std, model.num_layers)
         yield Finding(
             "warning",

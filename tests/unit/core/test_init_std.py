@@ -19,11 +19,6 @@ PUBLISHED = {
 }
 
 
-def square(hidden_size: int) -> MatrixSize:
-    """A matrix from the width to the width."""
-    return MatrixSize(hidden_size, hidden_size, hidden_size)
-
-
 def test_every_scheme_has_a_row_here() -> None:
     assert PUBLISHED.keys() == INIT_SCHEMES.keys()
 
@@ -31,7 +26,7 @@ def test_every_scheme_has_a_row_here() -> None:
 @pytest.mark.parametrize("name", sorted(INIT_SCHEMES))
 def test_published_figures(name: str) -> None:
     for hidden_size, fixed_std, expected in PUBLISHED[name]:
-        assert INIT_SCHEMES[name](square(hidden_size), fixed_std) == pytest.approx(expected, rel=1e-3)
+        assert INIT_SCHEMES[name](MatrixSize.square(hidden_size), fixed_std) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", sorted(INIT_SCHEMES.keys() - {"fixed"}))
@@ -39,12 +34,14 @@ def test_published_figures(name: str) -> None:
 @given(hidden_size=st.integers(1, 100_000))
 def test_variance_shrinks_with_the_width(name: str, hidden_size: int) -> None:
     scheme = INIT_SCHEMES[name]
-    assert scheme(square(4 * hidden_size), None) == pytest.approx(scheme(square(hidden_size), None) / 2)
+    assert scheme(MatrixSize.square(4 * hidden_size), None) == pytest.approx(
+        scheme(MatrixSize.square(hidden_size), None) / 2
+    )
 
 
 def test_fixed_without_a_number_is_refused() -> None:
     with pytest.raises(ValueError, match="std"):
-        INIT_SCHEMES["fixed"](square(128), None)
+        INIT_SCHEMES["fixed"](MatrixSize.square(128), None)
 
 
 @quick
@@ -55,5 +52,5 @@ def test_residual_outputs_are_divided_by_the_root_of_twice_the_depth(std: float,
 
 def test_reported_failure_g1() -> None:
     """Hidden 4096, 32 layers: 0.00988 and that by the root of 64."""
-    std = INIT_SCHEMES["transformers_without_tears"](square(4096), None)
+    std = INIT_SCHEMES["transformers_without_tears"](MatrixSize.square(4096), None)
     assert residual_output_std(std, 32) == pytest.approx(0.00988 / 8, rel=1e-3)

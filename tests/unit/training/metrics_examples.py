@@ -21,6 +21,8 @@ STEP = StepMetrics(
     tokens_per_second=512.0,
     tflops_per_device=0.01,
     hardware_tflops_per_device=0.02,
+    clip_coefficient=1.0,
+    skipped_steps=0,
 )
 NOT_FINITE = (float("nan"), float("inf"), float("-inf"))
 # Steps that a display has to survive.
@@ -37,6 +39,10 @@ HARD_STEPS: dict[str, dict[str, Any]] = {
     "eval loss inf": {"eval_loss": float("inf")},
     "zero": {"lr": 0.0, "loss": 0.0, "grad_norm": 0.0, "tflops_per_device": 0.0},
     "huge": {"loss": 1e30, "grad_norm": 1e30, "tokens_per_second": 1e12, "loss_scale": 2.0**32},
+    "watched": {
+        "headroom": 0.5, "headroom_layer": "block_0", "slowest_rank": 1, "slowest_rank_share": 0.75,
+        "host_memory_gib": 1.5, "layers": {"block_0": {"grad_norm": 0.5, "max_activation": 3.0}, "head": {}},
+    },
     "past the end": {"step": 10**6, "consumed_samples": 10**9},
 }  # fmt: skip
 

@@ -47,16 +47,22 @@ def test_a_value_that_is_not_finite_is_null(name: str, value: float) -> None:
     assert row.keys() >= ASKED_FOR | {name}
 
 
+def test_numbers_have_paths_and_nothing_else_is_one() -> None:
+    numbers = step_metrics(**HARD_STEPS["watched"]).numbers()
+    assert numbers["layers/block_0/max_activation"] == 3.0
+    assert numbers["headroom"] == 0.5 and "headroom_layer" not in numbers and "eval_loss" not in numbers
+
+
 @pytest.mark.parametrize("changes", HARD_STEPS.values(), ids=HARD_STEPS)
 def test_a_line_gives_back_the_values(changes: dict[str, Any]) -> None:
     metrics = step_metrics(**changes)
     text = metrics.to_json()
     assert "\n" not in text
     expected = {
-        name: value if value is None or math.isfinite(value) else None for name, value in asdict(metrics).items()
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in asdict(metrics).items()
+        if value is not None
     }
-    if metrics.eval_loss is None:
-        del expected["eval_loss"]
     assert parse(text) == expected
     assert parse(text)["skipped"] is metrics.skipped
 

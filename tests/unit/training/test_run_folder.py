@@ -107,6 +107,14 @@ def test_lines_after_the_checkpoint_are_moved_away(tmp_path: Path) -> None:
     assert superseded(folder) == line(6) + line(7)
 
 
+def test_events_are_cut_with_the_metrics(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.events.write_text(line(3) + line(6))
+    folder.drop_lines_after(5)
+    assert folder.events.read_text() == line(3)
+    assert (tmp_path / "events.superseded.jsonl").read_text() == line(6)
+
+
 def test_nothing_to_drop(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.drop_lines_after(5)

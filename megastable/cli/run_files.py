@@ -1,0 +1,225 @@
+"""What the files of a run folder tell of a run, kept up to date while they grow. Only ever read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any, BinaryIO
+
+from megastable.config import RunConfig, load_run_file
+from megastable.core.batch_rampup import RunLength
+from megastable.core.errors import UserError
+from megastable.core.layout import ParallelLayout
+
+Row = dict[str, Any]
+"""One line of metrics.jsonl or events.jsonl."""
+
+MOST_BYTES = 16 * 2**20
+"""Read of a file at once; of a longer one, its end."""
+KEPT_STEPS = 4000
+"""Far enough back for the last evaluation."""
+KEPT_EVENTS = 50
+PACE_STEPS = 20
+"""Steps from which the step time and the time left are told."""
+RUN_FILES = ("config.json", "metrics.jsonl")
+
+
+def number(row: Row, key: str) -> float | None:
+    """A finite number, or None: the key is absent, or its value is null, not finite or no number at all."""
+    value = row.get(key)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if is_number else None
+
+
+class Tail:
+    """The whole lines of a file that grows, each of them read once.
+
+    A resumed run replaces its metrics by a shorter file. It is told by the last line that was read: where that no
+    longer stands before the place of reading, the file is read from its beginning.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.fault = ""
+        """Why the file could not be read; empty where it could, or where there is none yet."""
+        self.changed_unix: float | None = None
+        self._offset, self._last_line = 0, b""
+
+    def read(self) -> tuple[list[Row], bool]:
+        """The objects on the new lines, and whether they stand for all that was read before.
+
+        Half a line at the end waits for its other half; a line that is no JSON object is left out.
+        """
+        self.fault = ""
+        try:
+            with open(self.path, "rb") as file:
+                lines, afresh = self._new_lines(file)
+                self.changed_unix = os.fstat(file.fileno()).st_mtime
+        except FileNotFoundError:
+            return [], False
+        except OSError as error:  # no permission, or a network folder out of reach
+            self.fault = f"{self.path.name} cannot be read: {error.strerror}"
+            return [], False
+        return list(_objects(lines)), afresh
+
+    def _new_lines(self, file: BinaryIO) -> tuple[list[bytes], bool]:
+        file.seek(self._offset - len(self._last_line))
+        unread_bytes = os.fstat(file.fileno()).st_size - self._offset
+        afresh = file.read(len(self._last_line)) != self._last_line or unread_bytes > MOST_BYTES
+        if afresh:
+            self._offset, self._last_line = self._place_of_end(file), b""
+            file.seek(self._offset)
+        text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        lines = whole.splitlines(keepends=True)
+        self._offset += len(whole)
+        self._last_line = lines[-1] if lines else self._last_line
+        return lines, afresh
+
+    def _place_of_end(self, file: BinaryIO) -> int:
+        start = max(0, file.seek(0, os.SEEK_END) - MOST_BYTES)
+        file.seek(start)
+        if start:
+            file.readline()  # the first line is cut
+        return file.tell()
+
+
+def _objects(lines: list[bytes]) -> Iterator[Row]:
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):  # bytes that are no UTF-8 are ValueErrors too
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
+@dataclass
+class RunState:
+    """A run as far as its files have been read."""
+
+    run_dir: Path
+    run: RunConfig | None = None
+    length: RunLength | None = None
+    steps: deque[Row] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+    events: deque[Row] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
+    newest_step_unix: float | None = None
+    faults: list[str] = field(default_factory=list)
+    """Files that could not be read, one sentence each."""
+
+    @property
+    def newest(self) -> Row:
+        """The newest step; empty before the first."""
+        return self.steps[-1] if self.steps else {}
+
+    def newest_with(self, *keys: str) -> Row:
+        """The newest step that has one of the keys: not every step is evaluated or looked at layer by layer."""
+        return next((row for row in reversed(self.steps) if any(key in row for key in keys)), {})
+
+    def recent(self, count: int) -> list[Row]:
+        """The newest ``count`` steps, oldest first."""
+        return list(islice(self.steps, max(0, len(self.steps) - count), None))
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median of the recent steps; None where none tells its time."""
+        seconds = [number(row, "step_seconds") for row in self.recent(PACE_STEPS)]
+        return median(known) if (known := [value for value in seconds if value is not None]) else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the recent pace in samples: under a ramp, steps grow longer. None where the end or the pace is unknown."""
+        consumed = number(self.newest, "consumed_samples")
+        paces = [(number(row, "global_batch_size"), number(row, "step_seconds")) for row in self.recent(PACE_STEPS)]
+        known = [(samples, seconds) for samples, seconds in paces if samples and seconds]
+        if self.length is None or consumed is None or not known:
+            return None
+        samples_per_second = sum(samples for samples, _ in known) / sum(seconds for _, seconds in known)
+        return max(0.0, self.length.total_samples - consumed) / samples_per_second
+
+    @property
+    def layout(self) -> ParallelLayout | None:
+        """Stages and tensor ranks of the run file, replicas of the newest step's batch."""
+        sizes = [number(self.newest, key) for key in ("global_batch_size", "micro_batch_size", "num_microbatches")]
+        batch, micro, count = sizes
+        if self.run is None or not (batch and micro and count):
+            return None
+        sections, replicas = self.run.megastable, max(1, round(batch / (micro * count)))
+        return ParallelLayout(sections.pipeline.num_stages, replicas, sections.tensor_parallel.size)
+
+    def add_step(self, row: Row) -> None:
+        """Take a step in; one that was taken before, and those after it, give way to it."""
+        step = number(row, "step")
+        while step is not None and self.steps and (number(self.newest, "step") or 0) >= step:
+            self.steps.pop()
+        self.steps.append(row)
+
+
+class RunReader:
+    """Keeps a ``RunState`` up to date with the files of a run folder.
+
+    Raises:
+        UserError: it is no run folder.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        if not any(os.path.isfile(run_dir / name) for name in RUN_FILES):
+            raise UserError(
+                f"{run_dir} is no run folder: it has neither {' nor '.join(RUN_FILES)}. Name the folder that a run "
+                "writes, e.g. runs/quickstart"
+            )
+        self.state = RunState(run_dir)
+        self._config, self._config_version, self._config_fault = run_dir / "config.json", (0, 0), ""
+        self._metrics, self._events = Tail(run_dir / "metrics.jsonl"), Tail(run_dir / "events.jsonl")
+
+    def refresh(self, now_unix: float) -> RunState:
+        """Read what is new."""
+        self._read_config()
+        self._read_steps(now_unix)
+        events, afresh = self._events.read()
+        if afresh:
+            self.state.events.clear()
+        self.state.events.extend(events)
+        faults = (self._config_fault, self._metrics.fault, self._events.fault)
+        self.state.faults = [fault for fault in faults if fault]
+        return self.state
+
+    def _read_steps(self, now_unix: float) -> None:
+        rows, afresh = self._metrics.read()
+        if rows:
+            # The first time, the file knows when it was written; later this clock does, which may differ from the
+            # clock of the machine that writes.
+            seen_before = self.state.newest_step_unix is not None
+            self.state.newest_step_unix = now_unix if seen_before else self._metrics.changed_unix
+        if afresh:
+            self.state.steps.clear()
+        for row in rows:
+            self.state.add_step(row)
+
+    def _read_config(self) -> None:
+        try:
+            status = self._config.stat()
+            version = (status.st_mtime_ns, status.st_size)
+            if version != self._config_version:
+                self._config_version = version
+                self.state.run = load_run_file(self._config)
+                self.state.length = _planned_length(self.state.run)
+                self._config_fault = ""
+        except OSError as error:
+            self._config_fault = f"config.json cannot be read: {error.strerror}"
+        except UserError as error:  # a run of another version of this program
+            self._config_fault = str(error).replace(str(self._config), self._config.name)
+
+
+def _planned_length(run: RunConfig) -> RunLength:
+    """How many samples a step takes is the same for every number of replicas; one will do."""
+    training = run.megastable.training
+    ramp = run.megastable.batch_rampup.ramp(run.train_micro_batch_size_per_gpu, data_parallel_size=1)
+    return RunLength.of(ramp.phases(total_samples=training.total_samples, total_steps=training.total_steps))

@@ -1,0 +1,197 @@
+"""Monitors: what each says and when, and that nothing of any is lost on a resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from megastable.core.batch_rampup import Batch
+from megastable.core.records import Event, StepResult, TrainingState, Watched
+from megastable.core.robust import RollingDeviation
+from megastable.monitors import MONITORS, Monitors, training_status
+from megastable.monitors.monitor import STOP, Seen
+from tests.support.tiny_run import tiny_run
+
+quick = settings(max_examples=25, deadline=None)  # no deadline: the machine may be busy
+FP16 = {"fp16": {"enabled": True, "min_loss_scale": 2}}
+EXPECTED_FIRST_LOSS = math.log(300)
+
+
+def watched(headroom: float = 0.01, layers: dict[str, dict[str, float]] | None = None) -> Watched:
+    layers = layers or {"block_0": {"max_activation": 655.04, "max_attention_logit": 3.0}}
+    return Watched(layers, headroom, next(iter(layers)), 0, 0.5, 1.0, None)
+
+
+def seen(step: int, batch_size: int = 4, **result: Any) -> Seen:
+    values = {"loss": 5.7, "grad_norm": 1.0, "loss_scale": 1.0, "skipped": False, "step_seconds": 1.0, **result}
+    state = TrainingState(step=step, consumed_samples=4 * step)
+    return Seen(state, Batch(batch_size, 1, batch_size), StepResult(**values))
+
+
+def kinds(events: list[Event]) -> list[str]:
+    return [event.kind for event in events]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Steps with skips at falling scales, spikes, watched layers and a growing batch."""
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    found, batch = [], 4
+    for _ in range(draw(st.integers(2, 30))):
+        skipped = rng.random() < 0.4
+        batch += 4 * (rng.random() < 0.2)
+        found.append(
+            {
+                "batch_size": batch,
+                "skipped": skipped,
+                "loss": math.nan if skipped else rng.uniform(2, 6),
+                "loss_scale": rng.choice([2.0, 4.0]),
+                "watched": watched(rng.random()) if rng.random() < 0.5 else None,
+            }
+        )
+    return found
+
+
+@quick
+@given(steps=steps(), cut=st.integers(0, 30))
+def test_a_resumed_monitor_says_what_an_uninterrupted_one_says(steps: list[dict[str, Any]], cut: int) -> None:
+    run = tiny_run(**FP16, megastable__monitors__max_skips_at_min_scale=3)
+    whole, first = Monitors(run), Monitors(run)
+    for number, step in enumerate(steps, start=1):
+        if number == cut % len(steps) + 1:
+            state = json.loads(json.dumps(first.state_dict()))
+            first = Monitors(run)
+            first.load_state_dict(state)
+        assert first.observe(seen(number, **step)) == whole.observe(seen(number, **step))
+        assert first.values() == whole.values()
+
+
+def test_the_registry_is_documented_and_a_checkpoint_without_a_monitor_is_no_fault() -> None:
+    assert all(kind.__doc__ for kind in MONITORS.values())
+    monitors = Monitors(tiny_run())
+    assert monitors.state_dict().keys() == MONITORS.keys()
+    monitors.load_state_dict({})
+
+
+@pytest.mark.parametrize(("share", "warns"), [(0.91, False), (1.09, False), (0.89, True), (1.11, True)])
+def test_a_first_loss_off_by_a_tenth_is_a_warning(share: float, warns: bool) -> None:
+    events = Monitors(tiny_run()).observe(seen(1, loss=share * EXPECTED_FIRST_LOSS))
+    assert kinds(events) == (["warning"] if warns else [])
+    assert kinds(Monitors(tiny_run()).observe(seen(2, loss=share * EXPECTED_FIRST_LOSS))) == []
+
+
+def test_a_first_loss_that_is_no_number_is_a_warning() -> None:
+    assert kinds(Monitors(tiny_run()).observe(seen(1, loss=math.nan))) == ["warning"]
+
+
+def test_a_step_of_the_ramp_is_an_event_once() -> None:
+    monitors = Monitors(tiny_run())
+    events = [kinds(monitors.observe(seen(step, batch_size=size))) for step, size in enumerate((4, 4, 8, 8), start=2)]
+    assert events == [[], [], ["ramp"], []]
+
+
+@pytest.mark.parametrize(("headroom", "warns"), [(0.24, False), (0.25, True), (math.inf, True)])
+def test_little_headroom_is_a_warning_that_names_the_layer(headroom: float, warns: bool) -> None:
+    layers = {"block_3": {"max_activation": 9.0, "max_attention_logit": 65504 * headroom}}
+    events = Monitors(tiny_run(**FP16)).observe(seen(2, watched=watched(headroom, layers)))
+    assert kinds(events) == (["warning"] if warns else [])
+    if warns:
+        assert "max_attention_logit of block_3" in events[0].text and "fp16" in events[0].text
+
+
+def skips(scales: list[float | None], **changes: Any) -> list[str]:
+    """Kinds of events of steps at these loss scales; None is a step that is not skipped."""
+    monitors = Monitors(tiny_run(megastable__monitors__max_skips_at_min_scale=3, **changes))
+    found = []
+    for step, scale in enumerate(scales, start=2):
+        found += monitors.observe(seen(step, skipped=scale is not None, loss_scale=scale or 2.0))
+    return kinds(found)
+
+
+def test_only_skips_that_no_scale_can_end_stop_a_run() -> None:
+    assert skips([16, 8, 4, 2, 2], **FP16) == ["overflow"] * 5, "the scale fell meanwhile"
+    assert skips([4, 2, 2, 2], **FP16) == ["overflow"] * 4 + [STOP]
+    assert skips([2, 2, None, 2, 2], **FP16) == ["overflow"] * 4, "a good step in between"
+    assert skips([128, 128, 128], fp16={"enabled": True, "loss_scale": 128}) == ["overflow"] * 3 + [STOP]
+    assert skips([1, 1, 1], bf16={"enabled": True}) == ["skip"] * 3 + [STOP]
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"max_activation": math.inf, "max_attention_logit": 3.0}, "max_activation of block_0"),
+        ({"max_activation": math.inf, "max_attention_logit": math.inf}, "max_attention_logit of block_0"),
+        ({"max_activation": 655.04, "max_attention_logit": 3.0}, "on their way back"),
+    ],
+)
+def test_the_diagnosis_says_where_it_went_wrong(values: dict[str, float], says: str) -> None:
+    monitors = Monitors(tiny_run(megastable__monitors__max_skips_at_min_scale=1, **FP16))
+    layers = {"embedding": {"max_activation": 1.0}, "block_0": values, "head": {"max_activation": math.inf}}
+    if not math.isinf(values["max_activation"]):
+        del layers["head"]
+    events = monitors.observe(seen(5, skipped=True, loss_scale=2.0, watched=watched(0.01, layers)))
+    (stop,) = [event for event in events if event.kind == STOP]
+    assert says in stop.text and "fp16.min_loss_scale = 2" in stop.text
+
+
+@quick
+@given(st.lists(st.floats(0.1, 10), min_size=3, max_size=40), st.floats(-0.01, 0.01))
+def test_volatility_takes_no_notice_of_a_trend_or_of_one_spike(noise: list[float], slope: float) -> None:
+    def deviation(values: list[float]) -> float:
+        rolling = RollingDeviation(64)
+        for value in values:
+            rolling.add(value)
+        assert rolling.deviation is not None
+        return rolling.deviation
+
+    trend = [slope * number for number in range(50)]
+    assert deviation(trend) == pytest.approx(0.741 * math.sqrt(2) * abs(slope), rel=1e-2, abs=1e-12)
+    spiked = [*trend[:20], 1e6, *trend[20:]]
+    assert deviation(spiked) == pytest.approx(deviation(trend), rel=1e-2, abs=1e-12)
+    shifted = [value + 5 for value in noise]
+    assert deviation(shifted) == pytest.approx(deviation(noise), abs=1e-9)
+
+
+def test_volatility_is_the_standard_deviation_of_plain_noise() -> None:
+    rng = random.Random(4)
+    rolling = RollingDeviation(20_000)
+    for _ in range(20_000):
+        rolling.add(rng.gauss(3.0, 0.5))
+    assert rolling.deviation == pytest.approx(0.5, rel=0.03)
+
+
+def test_training_status_of_any_model() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 2))
+    for number, parameter in enumerate(model.parameters()):
+        nn.init.constant_(parameter, float(number))
+        if number < 4:
+            parameter.grad = torch.full_like(parameter, 2.0 - number)
+    status = training_status(model)
+    sizes = [12, 4, 8, 2, 4, 2]
+    norms = [number * size**0.5 for number, size in enumerate(sizes)]
+    gradients = [abs(2.0 - number) * size**0.5 for number, size in enumerate(sizes[:4])]
+    assert status.parameter_norm == pytest.approx(math.sqrt(sum(norm**2 for norm in norms)))
+    assert (status.mean_parameter_norm, status.max_parameter_norm) == (
+        pytest.approx(sum(norms) / 6), pytest.approx(max(norms)),
+    )  # fmt: skip
+    assert status.mean_grad_norm == pytest.approx(sum(gradients) / 4)
+    assert status.max_grad_norm == pytest.approx(max(gradients))
+    assert [name for name, _ in status.worst] == ["0.weight", "0.bias", "1.bias", "1.weight"]
+    assert status.num_without_gradient == 2 and "2 without a gradient" in str(status)
+
+    next(model.parameters()).grad[0, 0] = math.nan
+    list(model.parameters())[3].grad[0] = math.inf
+    assert {name for name, _ in training_status(model).worst[:2]} == {"0.weight", "1.bias"}
+
+
+def test_training_status_before_any_backward() -> None:
+    status = training_status(nn.Linear(2, 2))
+    assert (status.mean_grad_norm, status.max_grad_norm, status.worst) == (0.0, 0.0, [])

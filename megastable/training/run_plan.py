@@ -70,9 +70,9 @@ class RunPlan:
 def learning_rate_schedule(run: RunConfig, length: RunLength) -> WarmupSchedule:
     """The schedule of a run file on the samples that the run really takes.
 
-    A warmup, constant part or decay that ends within the last step ends where that step begins, so that it uses
-    ``min_lr``. Any other end stays where the file puts it: a longer or shorter run does not move the learning rate at a
-    sample, and one that ends before its warmup or its decay does not reach ``min_lr``.
+    A warmup or decay that ends within the last step ends where that step begins, so that it uses ``min_lr``. Any other
+    end stays where the file puts it: a longer or shorter run does not move the learning rate at a sample, and one that
+    stops before the end of its warmup or its decay does not reach ``min_lr``.
     """
     config, seq_length = run.megastable.lr_schedule, run.megastable.model.seq_length
 
@@ -88,7 +88,7 @@ def learning_rate_schedule(run: RunConfig, length: RunLength) -> WarmupSchedule:
         "max_lr": run.optimizer.params.lr,
         "min_lr": config.min_lr,
         "warmup_samples": end(samples(config.warmup)),
-        "stable_samples": end(stable),
+        "stable_samples": stable,
         "end_samples": end(samples(config.decay)),
         "step_interval_samples": samples(config.step_interval or DEFAULT_STEP_INTERVAL),
         "step_factor": config.step_factor or DEFAULT_STEP_FACTOR,

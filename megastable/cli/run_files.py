@@ -74,7 +74,8 @@ class Tail:
         unread_bytes = os.fstat(file.fileno()).st_size - self._offset
         afresh = file.read(len(self._last_line)) != self._last_line or unread_bytes > MOST_BYTES
         if afresh:
-            self._offset, self._last_line = self._place_of_end(file), b""
+            # Where a line is cut by this, what is left of it is no object.
+            self._offset, self._last_line = max(0, file.seek(0, os.SEEK_END) - MOST_BYTES), b""
             file.seek(self._offset)
         text = file.read()
         whole = text[: text.rfind(b"\n") + 1]
@@ -82,13 +83,6 @@ class Tail:
         self._offset += len(whole)
         self._last_line = lines[-1] if lines else self._last_line
         return lines, afresh
-
-    def _place_of_end(self, file: BinaryIO) -> int:
-        start = max(0, file.seek(0, os.SEEK_END) - MOST_BYTES)
-        file.seek(start)
-        if start:
-            file.readline()  # the first line is cut
-        return file.tell()
 
 
 def _objects(lines: list[bytes]) -> Iterator[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -23,7 +24,10 @@ RUN = {
     "megastable__training": {"total_steps": 24, "seed": 7, "eval_interval": 5, "eval_samples": 6},
     "megastable__checkpoint": {"save_interval": 4},
 }  # 24 steps take 252 samples: several epochs, the ramp's steps and some evaluations
-TIMED = {"step_seconds", "tokens_per_second", "tflops_per_device", "hardware_tflops_per_device"}
+TIMED = {
+    "step_seconds", "tokens_per_second", "tflops_per_device", "hardware_tflops_per_device", "slowest_rank",
+    "slowest_rank_share", "host_memory_gib",
+}  # fmt: skip
 
 
 def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -61,6 +65,12 @@ def test_a_killed_run_continues_exactly_beside_another_run(tmp_path: Path) -> No
     assert [row["step"] for row in expected] == list(range(1, 25))
     assert untimed(metrics(killed_dir)) == expected
     assert sum("eval_loss" in row for row in expected) == 5
+    assert [row["step"] for row in expected if "layers" in row] == [10, 20, 24]
+    assert expected[-1]["layers"]["block_0"].keys() >= {"grad_norm", "update_ratio", "max_attention_logit"}
+    assert all("loss_volatility" in row for row in expected[2:])
+    events = (whole_dir / "events.jsonl").read_text()
+    assert (killed_dir / "events.jsonl").read_text() == events
+    assert [json.loads(line)["kind"] for line in events.splitlines()] == ["ramp"] * 2
     assert expected[-1]["loss"] < expected[0]["loss"] - 1
     assert "unigram entropy of the text" in output
 
@@ -73,6 +83,31 @@ def test_a_killed_run_continues_exactly_beside_another_run(tmp_path: Path) -> No
     )  # fmt: skip
     assert loaded.returncode == 0, loaded.stdout[-4000:]
     assert untimed(metrics(tmp_path / "loaded")) == expected[20:]
+
+
+def test_a_run_that_no_loss_scale_can_save_stops_with_a_diagnosis(tmp_path: Path) -> None:
+    changes = {
+        "fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 2, "hysteresis": 1},
+        "megastable__training": {"total_steps": 50, "fp16_on_cpu": True},
+        "megastable__pipeline__num_stages": 1,
+        # The embedding is finite and the logits, its products, are not.
+        "megastable__init": {"embedding_std": 9000.0},
+        "megastable__monitors": {"max_skips_at_min_scale": 3},
+    }
+    run_file = write_run_file(tmp_path, **{**RUN, **changes})
+    finished = run_bounded(train_command([sys.executable], run_file, tmp_path / "run"), 120)
+    assert finished.returncode == 3 and "Traceback" not in finished.stdout, finished.stdout[-4000:]
+    assert "max_activation of head, the first such layer, is not finite" in finished.stdout
+    assert "fp16.min_loss_scale = 2" in finished.stdout
+    rows = metrics(tmp_path / "run")
+    assert [row["loss_scale"] for row in rows] == [4, 2, 2, 2] and all(row["skipped"] for row in rows)
+    assert {row["lr"] for row in rows} == {rows[0]["lr"]} and rows[-1]["skipped_steps"] == 4
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["kind"] for event in events if event["kind"] != "warning"] == ["overflow"] * 4 + ["stop"]
+    first, *_ = events
+    assert first["kind"] == "warning" and "the first loss is nan" in first["text"]
+    # The embedding's own output uses half of what fp16 can hold: a warning while it is still finite.
+    assert 0.25 < rows[1]["layers"]["embedding"]["max_activation"] / 65504 < 1
 
 
 def test_a_dead_rank_takes_the_others_down_and_is_named(tmp_path: Path) -> None:
@@ -157,6 +192,8 @@ def test_monitors_get_the_values_of_the_metrics(tmp_path: Path) -> None:
     logged = [tuple(map(float, line.split(","))) for line in lines]
     assert logged == [(row["consumed_samples"], pytest.approx(row["loss"])) for row in rows]
     assert list((tmp_path / "run" / "tensorboard").rglob("events.out.tfevents*"))
+    layer = (tmp_path / "run" / "csv_monitor" / "job" / "Train_layers_block_0_grad_norm.csv").read_text()
+    assert float(layer.splitlines()[-1].split(",")[1]) == pytest.approx(rows[-1]["layers"]["block_0"]["grad_norm"])
 
 
 MISTAKES: dict[str, tuple[list[str], dict[str, str], str]] = {

@@ -49,7 +49,7 @@ STDS: dict[str, Callable[[int], float]] = {
 COLORS = dict(zip(STDS, ("tab:blue", "tab:green", "tab:red"), strict=True))
 RESULTS = Path(__file__).parent / "results"
 FINAL_STEPS = 10
-SPIKE_NATS = 1.0
+SPIKE_NATS = 1.5  # with 1.0, samples that are hard for every std were counted, too
 
 Run = dict[str, Any]
 """What was run, and the ``loss`` (nats a token) and ``grad_norm`` (before clipping) of each step."""
@@ -111,7 +111,7 @@ def run_all(arguments: argparse.Namespace, settings: dict[str, Any], runs: list[
             run = {**what, "std": rounded(std), "loss": [*map(rounded, losses)], "grad_norm": [*map(rounded, norms)]}
             runs.append(run)
             write_results(arguments.output, settings, runs)
-            print(row(run, settings), flush=True)
+            print(what, f"final loss {final_loss(run):.2f}", flush=True)
 
 
 def rounded(value: float) -> float | None:
@@ -138,13 +138,17 @@ def read_results(path: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], 
 
 def final_loss(run: Run) -> float:
     """Mean of the last steps, infinite where one of them is not finite."""
-    last = run["loss"][-FINAL_STEPS:]
-    return math.inf if None in last else statistics.mean(last)
+    return statistics.mean(number(loss) for loss in run["loss"][-FINAL_STEPS:])
+
+
+def number(recorded: float | None) -> float:
+    """A recorded value, infinite where it was not finite."""
+    return math.inf if recorded is None else recorded
 
 
 def spikes(run: Run, settings: dict[str, Any]) -> list[int]:
     """Steps after the warmup whose loss is not finite or stands over the median of the ten before by SPIKE_NATS."""
-    losses = [math.inf if loss is None else loss for loss in run["loss"]]
+    losses = [number(loss) for loss in run["loss"]]
     first = max(settings["warmup_steps"], 1)
     return [
         step
@@ -158,20 +162,36 @@ def untrained(run: Run, settings: dict[str, Any]) -> bool:
     return final_loss(run) > settings["unigram_entropy_nats"]
 
 
-HEADER = "| hidden | LR | init | std | seed | final loss | worst loss | largest gradient norm, after warmup | spikes |"
+TABLE_HEAD = """
+| hidden | LR | init | std | final loss of every seed | minus formula's | above bytes | spikes | largest gradient norm |
+|---|---|---|---|---|---|---|---|---|"""
 
 
-def row(run: Run, settings: dict[str, Any]) -> str:
-    """The run as a line of a table."""
-    after = slice(settings["warmup_steps"], None)
-    mark = " (above byte frequencies)" if untrained(run, settings) else ""
-    worst, norm = (
-        max(math.inf if value is None else value for value in run[key][after]) for key in ("loss", "grad_norm")
-    )
-    return (
-        f"| {run['hidden']} | {run['lr']:g} | {run['init']} | {run['std']:.4f} | {run['seed']} | "
-        f"{final_loss(run):.2f}{mark} | {worst:.2f} | {norm:.2f} | {len(spikes(run, settings))} |"
-    )
+def print_table(runs: list[Run], settings: dict[str, Any]) -> None:
+    """A line for each hidden size, learning rate and std; the values of its runs stand in the order of their seeds."""
+    print(TABLE_HEAD)
+    formula = {(run["hidden"], run["lr"], run["seed"]): run for run in runs if run["init"] == "formula"}
+    for hidden, lr in sorted({(run["hidden"], run["lr"]) for run in runs}):
+        for name in STDS:
+            same = [run for run in runs if (run["hidden"], run["lr"], run["init"]) == (hidden, lr, name)]
+            same.sort(key=lambda run: run["seed"])
+            differences = [
+                final_loss(run) - final_loss(formula[key]) for run in same
+                if (key := (hidden, lr, run["seed"])) in formula
+            ]  # fmt: skip
+            norms = [max(map(number, run["grad_norm"][settings["warmup_steps"] :])) for run in same]
+            cells = [
+                str(hidden),
+                f"{lr:g}",
+                name,
+                f"{STDS[name](hidden):.4f}",
+                " ".join(f"{final_loss(run):.2f}" for run in same),
+                " ".join(f"{difference:+.2f}" for difference in differences),
+                str(sum(untrained(run, settings) for run in same)),
+                str(sum(len(spikes(run, settings)) for run in same)),
+                " ".join(f"{norm:.1f}" for norm in norms),
+            ]
+            print(f"| {' | '.join(cells)} |")
 
 
 def draw(settings: dict[str, Any], runs: list[Run], output: Path) -> None:
@@ -192,7 +212,7 @@ def draw(settings: dict[str, Any], runs: list[Run], output: Path) -> None:
         norm_axes.set(title=title, ylabel="gradient norm before clipping", yscale="log")
     for hidden, axes in zip(widths, finals.subplots(1, len(widths), squeeze=False)[0], strict=True):
         draw_final_losses(axes, [run for run in runs if run["hidden"] == hidden])
-        axes.set(title=f"hidden {hidden}, a dot a run", xlabel="learning rate", xscale="log")
+        axes.set(title=f"hidden {hidden}: a dot a run, a line a seed", xlabel="learning rate", xscale="log")
         axes.set_ylabel(f"mean loss of the last {FINAL_STEPS} steps\n(nats per token)")
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
@@ -200,6 +220,7 @@ def draw(settings: dict[str, Any], runs: list[Run], output: Path) -> None:
         if "loss" in axes.get_ylabel():
             axes.axhline(settings["unigram_entropy_nats"], color="black", linestyle=":", label="byte frequencies alone")
             axes.legend(frameon=False, fontsize=8)
+    figure.get_layout_engine().set(w_pad=0.1)
     figure.suptitle(
         "line: mean over the seeds; band: their range; triangle: spike of a run; cross: a run that ends above "
         "what byte frequencies alone give",
@@ -231,13 +252,15 @@ def draw_curves(axes: Axes, runs: list[Run], settings: dict[str, Any], key: str)
 
 
 def draw_final_losses(axes: Axes, runs: list[Run]) -> None:
-    """Final loss over the learning rate: a dot a run, a line through the means."""
+    """Final loss over the learning rate: a dot a run, a line through those of one seed."""
     for name, color in COLORS.items():
-        of_init = sorted((run for run in runs if run["init"] == name), key=lambda run: run["lr"])
-        axes.plot([run["lr"] for run in of_init], [final_loss(run) for run in of_init], "o", color=color, markersize=3)
-        lrs = sorted({run["lr"] for run in of_init})
-        means = [statistics.mean(final_loss(run) for run in of_init if run["lr"] == lr) for lr in lrs]
-        axes.plot(lrs, means, color=color, linewidth=1, label=f"std {name}")
+        for number_of_line, seed in enumerate(sorted({run["seed"] for run in runs})):
+            of_seed = sorted(
+                (run for run in runs if (run["init"], run["seed"]) == (name, seed)), key=lambda run: run["lr"]
+            )
+            label = f"std {name}" if number_of_line == 0 else None
+            lrs, losses = [run["lr"] for run in of_seed], [final_loss(run) for run in of_seed]
+            axes.plot(lrs, losses, "o-", color=color, markersize=3, linewidth=1, label=label)
 
 
 def main() -> None:
@@ -259,7 +282,7 @@ def main() -> None:
     settings = {key: getattr(arguments, key) for key in ("layers", "seq_length", "batch", "steps", "warmup_steps")}
     settings, runs = read_results(arguments.output, settings)
     run_all(arguments, settings, runs)
-    print("\n".join([HEADER, "|---" * HEADER.count(" | ") + "|---|", *(row(run, settings) for run in runs)]))
+    print_table(runs, settings)
     draw(settings, runs, arguments.output.with_suffix(".png"))
 
 

@@ -11,8 +11,8 @@ Runs of one seed see the same samples in the same order, and draw the same rando
 stand in the --output file and are not repeated, so a sweep and more seeds are further calls (the plot extra is needed):
 
   export OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu
-  python benchmarks/init_std.py --lrs 1e-3 3e-3 1e-2 3e-2 --seeds 1   # how hot may it be?
-  python benchmarks/init_std.py --lrs 1e-2 --seeds 1 2 3              # more seeds of one
+  python benchmarks/init_std.py --lrs 1e-3 3e-3 1e-2 3e-2 --seeds 1     # how hot may it be?
+  python benchmarks/init_std.py --lrs 3e-3 1e-2 --seeds 1 2 3           # more seeds of two
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from megastable.config import RunConfig, run_from_dict
 from megastable.core.init_std import megatron_530b
@@ -199,7 +200,7 @@ def draw(settings: dict[str, Any], runs: list[Run], output: Path) -> None:
     seeds = Counter((run["hidden"], run["lr"]) for run in runs)
     pairs = sorted(pair for pair, count in seeds.items() if count == max(seeds.values()))
     widths = sorted({run["hidden"] for run in runs})
-    figure = Figure(figsize=(12, 3.0 * len(pairs) + 3.8), layout="constrained")
+    figure = Figure(figsize=(12, 3.0 * len(pairs) + 3.8), layout=ConstrainedLayoutEngine(w_pad=0.1))
     curves, finals = figure.subfigures(2, 1, squeeze=False, height_ratios=(3.0 * len(pairs), 3.8))[:, 0]
     for (hidden, lr), (loss_axes, norm_axes) in zip(pairs, curves.subplots(len(pairs), 2, squeeze=False), strict=True):
         chosen = [run for run in runs if (run["hidden"], run["lr"]) == (hidden, lr)]
@@ -220,13 +221,12 @@ def draw(settings: dict[str, Any], runs: list[Run], output: Path) -> None:
         if "loss" in axes.get_ylabel():
             axes.axhline(settings["unigram_entropy_nats"], color="black", linestyle=":", label="byte frequencies alone")
             axes.legend(frameon=False, fontsize=8)
-    figure.get_layout_engine().set(w_pad=0.1)
     figure.suptitle(
         "line: mean over the seeds; band: their range; triangle: spike of a run; cross: a run that ends above "
         "what byte frequencies alone give",
         fontsize=9,
     )
-    figure.savefig(output, dpi=100)
+    figure.savefig(output, dpi=80)
 
 
 def draw_curves(axes: Axes, runs: list[Run], settings: dict[str, Any], key: str) -> None:
@@ -267,7 +267,7 @@ def main() -> None:
     """Train what is asked for and not recorded yet; print a table and draw all that is recorded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 128], help="hidden sizes, multiples of 32")
-    parser.add_argument("--lrs", type=float, nargs="+", default=[1e-2], help="learning rates (1e-2)")
+    parser.add_argument("--lrs", type=float, nargs="+", default=[3e-3, 1e-2], help="learning rates (3e-3 1e-2)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds of weights and data order")
     parser.add_argument("--layers", type=int, default=16, help="transformer blocks (16)")
     parser.add_argument("--seq-length", type=int, default=64, help="tokens a sample, a byte each (64)")

@@ -16,7 +16,7 @@ def test_it_records_every_std_and_repeats_no_run(tmp_path: Path) -> None:
     common = [sys.executable, "benchmarks/init_std.py", "--output", str(output), "--cache-dir", str(tmp_path / "cache")]
     runs: list[list[dict[str, object]]] = []
     for seeds in (["1"], ["1", "2"]):
-        process = run_bounded([*common, *TINY, "--seeds", *seeds], 120)
+        process = run_bounded([*common, *TINY, "--lrs", "1e-2", "--seeds", *seeds], 120)
         assert process.returncode == 0, process.stdout[-4000:]
         runs.append(json.loads(output.read_text())["runs"])
     once, twice = runs

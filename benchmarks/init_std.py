@@ -164,7 +164,7 @@ def untrained(run: Run, settings: dict[str, Any]) -> bool:
 
 
 TABLE_HEAD = """
-| hidden | LR | init | std | final loss of every seed | minus formula's | above bytes | spikes | largest gradient norm |
+| hidden | LR | init | std | final loss of every seed | minus formula's | above bytes | spiked | largest gradient norm |
 |---|---|---|---|---|---|---|---|---|"""
 
 
@@ -189,7 +189,7 @@ def print_table(runs: list[Run], settings: dict[str, Any]) -> None:
                 " ".join(f"{final_loss(run):.2f}" for run in same),
                 " ".join(f"{difference:+.2f}" for difference in differences),
                 str(sum(untrained(run, settings) for run in same)),
-                str(sum(len(spikes(run, settings)) for run in same)),
+                str(sum(bool(spikes(run, settings)) for run in same)),
                 " ".join(f"{norm:.1f}" for norm in norms),
             ]
             print(f"| {' | '.join(cells)} |")

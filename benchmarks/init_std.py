@@ -88,7 +88,7 @@ def train(plan: RunPlan, corpus: Corpus) -> tuple[list[float], list[float]]:
     for _ in range(plan.length.total_steps):
         batch = engine.rampup_hook.before_step(state.consumed_samples)
         micro_batches = training_micro_batches(corpus.train, order, batch, state.consumed_samples, 0, 1)
-        result = engine.train_batch(micro_batches, plan.lr_schedule.at(state.applied_samples))
+        result = engine.train_batch(micro_batches, plan.learning_rate(state.applied_samples, batch))
         state = state.advance(batch, result, plan.run.megastable.model.seq_length)
         losses.append(result.loss)
         norms.append(result.grad_norm)

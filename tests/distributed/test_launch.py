@@ -89,13 +89,13 @@ def test_a_run_that_no_loss_scale_can_save_stops_with_a_diagnosis(tmp_path: Path
     changes = {
         "fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 2, "hysteresis": 1},
         "megastable__training": {"total_steps": 50, "fp16_on_cpu": True},
-        "megastable__pipeline__num_stages": 1,
         # The embedding is finite and the logits, its products, are not.
         "megastable__init": {"embedding_std": 9000.0},
         "megastable__monitors": {"max_skips_at_min_scale": 3},
     }
     run_file = write_run_file(tmp_path, **{**RUN, **changes})
-    finished = run_bounded(train_command([sys.executable], run_file, tmp_path / "run"), 120)
+    command = train_command([sys.executable], run_file, tmp_path / "run", "--set", "megastable.pipeline.num_stages=1")
+    finished = run_bounded(command, 120)
     assert finished.returncode == 3 and "Traceback" not in finished.stdout, finished.stdout[-4000:]
     assert "max_activation of head, the first such layer, is not finite" in finished.stdout
     assert "fp16.min_loss_scale = 2" in finished.stdout

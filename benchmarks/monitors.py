@@ -1,0 +1,100 @@
+"""What watching costs: the time of a watched step beside that of an unwatched one, and of a consistency check.
+
+Run it with `torchrun --standalone --nproc_per_node 2 benchmarks/monitors.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megastable.config import RunConfig, run_from_dict
+from megastable.core.launch import Launch
+from megastable.engine.process_group import connected
+from megastable.engine.training_engine import TrainingEngine
+from megastable.training.run_plan import RunPlan
+
+DEFAULT_INTERVAL, DEFAULT_CONSISTENCY_INTERVAL = 10, 100
+
+
+def benchmark_run(arguments: argparse.Namespace, world_size: int) -> RunConfig:
+    """The measured model: a stage a process, fp32."""
+    return run_from_dict(
+        {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "megastable": {
+                "model": {
+                    "num_layers": arguments.layers, "hidden_size": arguments.hidden, "seq_length": arguments.seq_length,
+                    "num_attention_heads": arguments.hidden // 64, "vocab_size": 2048,
+                },
+                "pipeline": {"num_stages": world_size},
+                "batch_rampup": {"final": arguments.batch},
+                "data": {"source": {"type": "stdlib"}},
+                "training": {"total_steps": 1000},
+            },
+        }
+    )  # fmt: skip
+
+
+def micro_batches(plan: RunPlan) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
+    """One step's worth of random tokens."""
+    batch, size = plan.ramp.at(0), plan.run.megastable.model
+    for _ in range(batch.num_microbatches):
+        ids = torch.randint(0, size.vocab_size, (batch.micro_batch_size, size.seq_length))
+        yield ids, (ids, torch.tensor(float(ids.numel())))
+
+
+def main() -> None:
+    """Time watched and unwatched steps in turns and print their ratios."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4, help="transformer blocks")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size, a multiple of 64")
+    parser.add_argument("--seq-length", type=int, default=256, help="tokens a sample")
+    parser.add_argument("--batch", type=int, default=16, help="samples a step")
+    parser.add_argument("--rounds", type=int, default=12, help="steps of each kind, in turns")
+    arguments = parser.parse_args()
+    launch = Launch.detect(os.environ)
+    with connected(launch):
+        run = benchmark_run(arguments, launch.world_size)
+        plan = RunPlan.of(run, launch.world_size)
+        engine = TrainingEngine(run, plan.layout, plan.ramp, Path(tempfile.gettempdir()))
+        seconds: dict[str, list[float]] = defaultdict(list)
+        for turn in range(arguments.rounds + 1):
+            for kind in ("unwatched", "watched"):
+                engine.rampup_hook.before_step(0)
+                started = time.perf_counter()
+                engine.train_batch(micro_batches(plan), 1e-4, watch=kind == "watched")
+                if turn > 0:  # the first step of each sets things up
+                    seconds[kind].append(time.perf_counter() - started)
+            check_seconds = engine.check_consistency()
+            if turn > 0:
+                seconds["check"].append(check_seconds)
+        if launch.rank == 0:
+            print_shares(seconds)
+
+
+def print_shares(seconds: dict[str, list[float]]) -> None:
+    """Medians over the rounds, as shares of an unwatched step."""
+    step = statistics.median(seconds["unwatched"])
+    ratios = [w / u for w, u in zip(seconds["watched"], seconds["unwatched"], strict=True)]
+    watched, check = statistics.median(ratios) - 1, statistics.median(seconds["check"]) / step
+    print(
+        f"a watched step takes {watched:+.1%} ({min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%}) of an unwatched one;"
+    )
+    print(f"at an interval of {DEFAULT_INTERVAL} steps: {watched / DEFAULT_INTERVAL:+.2%}")
+    print(f"a consistency check takes {check:.1%} of a step;")
+    print(f"at an interval of {DEFAULT_CONSISTENCY_INTERVAL} steps: {check / DEFAULT_CONSISTENCY_INTERVAL:.2%}")
+
+
+if __name__ == "__main__":
+    main()

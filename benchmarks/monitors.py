@@ -76,7 +76,7 @@ def main() -> None:
                 engine.train_batch(micro_batches(plan), 1e-4, watch=kind == "watched")
                 if turn > 0:  # the first step of each sets things up
                     seconds[kind].append(time.perf_counter() - started)
-            check_seconds = engine.check_consistency()
+            _, check_seconds = engine.check_consistency()
             if turn > 0:
                 seconds["check"].append(check_seconds)
         if launch.rank == 0:

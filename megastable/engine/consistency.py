@@ -14,7 +14,6 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 
-from megastable.core.errors import RunStoppedError
 from megastable.core.layout import ParallelLayout
 from megastable.engine.tensor_group import is_split
 
@@ -23,7 +22,7 @@ CHUNK_ELEMENTS = 2**20
 
 
 class ConsistencyCheck:
-    """``run`` compares all copies; collective."""
+    """``differences`` compares all copies; collective."""
 
     def __init__(self, engine: Any, optimizer: Any, layout: ParallelLayout) -> None:
         self._module: PipelineModule = engine.module
@@ -32,21 +31,12 @@ class ConsistencyCheck:
         weights = torch.randint(-(2**62), 2**62, (CHUNK_ELEMENTS,), generator=generator) | 1
         self._hash_weights = weights.to(engine.device)
 
-    def run(self) -> None:
-        """Compare.
-
-        Raises:
-            RunStoppedError: on every rank; all parameters and ranks that differ are named.
-        """
+    def differences(self) -> list[str]:
+        """A line for every parameter that differs, with the ranks; the same on every rank, empty where all is well."""
         own = [*self._differing_copies(), *self._differing_masters()]
         everywhere: list[list[str]] = [[]] * dist.get_world_size()
         dist.all_gather_object(everywhere, own)
-        found = list(dict.fromkeys(line for lines in everywhere for line in lines))
-        if found:
-            raise RunStoppedError(
-                "Weights that should be equal are not. This is no matter of training but of hardware or software; "
-                "go on from the last checkpoint, on other devices.\n  " + "\n  ".join(found)
-            )
+        return list(dict.fromkeys(line for lines in everywhere for line in lines))
 
     def _differing_copies(self) -> Iterator[str]:
         parameters = dict(self._module.named_parameters())

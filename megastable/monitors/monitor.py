@@ -31,6 +31,9 @@ class Seen:
 class Monitor(Protocol):
     """Watches one thing. Its state is in every checkpoint, so a resumed run goes on watching where it was."""
 
+    wants_a_look: bool
+    """True where the next step should be watched, whatever the interval."""
+
     def __init__(self, run: RunConfig) -> None: ...
 
     def observe(self, seen: Seen) -> Iterator[Event]:
@@ -52,6 +55,8 @@ class Monitor(Protocol):
 
 class Stateless:
     """The rest of a monitor that remembers nothing and has no numbers."""
+
+    wants_a_look = False
 
     def __init__(self, run: RunConfig) -> None:
         self.run = run

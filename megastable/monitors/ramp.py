@@ -13,6 +13,8 @@ from megastable.monitors.monitor import Seen
 class RampSteps:
     """An event where the global batch or its split changes."""
 
+    wants_a_look = False
+
     def __init__(self, run: RunConfig) -> None:
         self._last: list[int] | None = None
 

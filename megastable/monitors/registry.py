@@ -32,6 +32,11 @@ class Monitors:
         """Show a step to every monitor; what happened, in the registry's order."""
         return [event for monitor in self._monitors.values() for event in monitor.observe(seen)]
 
+    @property
+    def want_a_look(self) -> bool:
+        """True where any monitor wants the next step to be watched."""
+        return any(monitor.wants_a_look for monitor in self._monitors.values())
+
     def values(self) -> dict[str, float]:
         """The numbers of all monitors for the step that was just observed."""
         return {name: value for monitor in self._monitors.values() for name, value in monitor.values().items()}

@@ -17,9 +17,12 @@ class SkippedSteps:
         self._fp16 = run.fp16
         self._most = run.megastable.monitors.max_skips_at_min_scale
         self._hopeless = 0
+        self.wants_a_look = False
+        """After a skip, so that a diagnosis can say where the numbers are."""
 
     def observe(self, seen: Seen) -> Iterator[Event]:
         """An event for a skip, and one that stops the run after too many in a row."""
+        self.wants_a_look = seen.result.skipped
         if not seen.result.skipped:
             self._hopeless = 0
             return
@@ -55,11 +58,11 @@ class SkippedSteps:
 
     def state_dict(self) -> dict[str, Any]:
         """The skips in a row."""
-        return {"hopeless": self._hopeless}
+        return {"hopeless": self._hopeless, "wants_a_look": self.wants_a_look}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of ``state_dict``."""
-        self._hopeless = state["hopeless"]
+        self._hopeless, self.wants_a_look = state["hopeless"], state["wants_a_look"]
 
 
 def _where(watched: Watched | None) -> str:

@@ -16,6 +16,8 @@ WINDOW_STEPS = 64
 class LossVolatility:
     """``loss_volatility``: robust standard deviation of the loss from step to step, over the last 64 steps."""
 
+    wants_a_look = False
+
     def __init__(self, run: RunConfig) -> None:
         self._losses = RollingDeviation(WINDOW_STEPS)
 

@@ -22,6 +22,11 @@ from megastable.training.metrics import StepMetrics
 from megastable.training.recorder import Recorder, SilentRecorder
 from megastable.training.run_plan import RunPlan
 
+UNEQUAL_WEIGHTS = (
+    "weights that should be equal are not, which is a fault of hardware or software and not of training; go on from "
+    "the last checkpoint, on other devices:"
+)
+
 
 def train_steps(
     plan: RunPlan,
@@ -40,7 +45,7 @@ def train_steps(
     Raises:
         RunStoppedError: a monitor or the consistency check stops the run; on all ranks.
     """
-    settings, last_eval_loss, skipped_before = plan.run.megastable, None, False
+    settings, last_eval_loss = plan.run.megastable, None
     order = SampleOrder(len(corpus.train), settings.training.seed)
     while state.step < plan.length.total_steps:
         batch = engine.rampup_hook.before_step(state.consumed_samples)
@@ -53,22 +58,24 @@ def train_steps(
             else None
         )
         is_last = state.step + 1 == plan.length.total_steps
-        # After a skipped step, to have what a diagnosis needs.
-        watch = skipped_before or _is_due(state.step + 1, settings.monitors.interval, is_last)
+        watch = monitors.want_a_look or _is_due(state.step + 1, settings.monitors.interval, is_last)
         result = engine.train_batch(micro_batches, lr, watch)
         state = state.advance(batch, result, settings.model.seq_length)
-        skipped_before = result.skipped
-        events = monitors.observe(Seen(state, batch, result))
+        seen = Seen(state, batch, result)
+        events, consistency_seconds = monitors.observe(seen), None
+        if _is_due(state.step, settings.monitors.consistency_interval, is_last):
+            differences, consistency_seconds = engine.check_consistency()
+            if differences:
+                events.append(seen.event(STOP, UNEQUAL_WEIGHTS + "".join(f"\n  {line}" for line in differences)))
 
         evaluate_now = _is_due(state.step, settings.training.eval_interval, is_last) and len(corpus.validation) > 0
         eval_loss = evaluate(plan, engine, corpus, batch) if evaluate_now else None
         last_eval_loss = last_eval_loss if eval_loss is None else eval_loss
-        recorder.record(StepMetrics.of(plan, state, batch, lr, result, eval_loss, monitors.values()))
+        metrics = StepMetrics.of(plan, state, batch, lr, result, eval_loss, monitors.values(), consistency_seconds)
+        recorder.record(metrics)
         for event in events:
             recorder.happened(event)
         stop_if_told(events)
-        if _is_due(state.step, settings.monitors.consistency_interval, is_last):
-            engine.check_consistency()
         if _is_due(state.step, settings.checkpoint.save_interval, is_last):
             recorder.note(f"saved {save(state)}")
     return last_eval_loss

@@ -51,6 +51,8 @@ class StepMetrics:
     host_memory_gib: float | None = None
     device_memory_gib: float | None = None
     layers: dict[str, dict[str, float]] | None = None
+    consistency_seconds: float | None = None
+    """What the comparison of copies took, where it was made."""
 
     @classmethod
     def of(
@@ -62,6 +64,7 @@ class StepMetrics:
         result: StepResult,
         eval_loss: float | None = None,
         monitored: Mapping[str, float] | None = None,
+        consistency_seconds: float | None = None,
     ) -> StepMetrics:
         """Gather the values of the step that led to ``state``; ``monitored`` are those of the monitors."""
         seconds, devices = result.step_seconds, plan.layout.world_size
@@ -88,6 +91,7 @@ class StepMetrics:
             clip_coefficient=clip_coefficient(result.grad_norm, plan.run.clip_norm),
             skipped_steps=state.skipped_steps,
             eval_loss=eval_loss,
+            consistency_seconds=consistency_seconds,
             **extra,
         )
 

@@ -72,6 +72,7 @@ def test_a_resumed_monitor_says_what_an_uninterrupted_one_says(steps: list[dict[
             first.load_state_dict(state)
         assert first.observe(seen(number, **step)) == whole.observe(seen(number, **step))
         assert first.values() == whole.values()
+        assert first.want_a_look == whole.want_a_look == step["skipped"]
 
 
 def test_the_registry_is_documented_and_a_checkpoint_without_a_monitor_is_no_fault() -> None:

@@ -20,9 +20,7 @@ HEADROOM_KEYS = {"max_activation": "activation", "max_attention_logit": "attenti
 
 def number_format(state: RunState) -> str:
     """The format in which the run computes."""
-    if state.run is None:
-        return "the number format"
-    return "fp16" if state.run.fp16.enabled else "bf16" if state.run.bf16.enabled else "fp32"
+    return state.run.number_format if state.run else "the number format"
 
 
 def _batch(state: RunState) -> Text:
@@ -94,10 +92,11 @@ def _slowest(state: RunState) -> Text:
 
 
 def _memory(state: RunState) -> Text:
+    row = state.newest_with("host_memory_gib")
     parts = [
-        f"{name} {number(state.newest, key):.1f} GiB"
+        f"{name} {number(row, key):.1f} GiB"
         for name, key in (("host", "host_memory_gib"), ("device", "device_memory_gib"))
-        if number(state.newest, key) is not None
+        if number(row, key) is not None
     ]
     return Text(", ".join(parts) or ABSENT)
 

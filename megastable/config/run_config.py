@@ -115,7 +115,7 @@ class RunConfig(Section):
     megastable: MegastableConfig = Field(description="Everything that DeepSpeed has no key for.")
 
     @property
-    def number_format(self) -> str:
+    def number_format(self) -> Literal["fp32", "bf16", "fp16"]:
         """Of the weights: fp32, bf16 or fp16."""
         return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
 

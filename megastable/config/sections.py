@@ -92,7 +92,7 @@ class TrainingConfig(Section):
     z_loss: float = Field(
         default=0.0,
         ge=0,
-        description="Weight in the loss of the squared log of the softmax's normaliser; 1e-4 is customary, 0 is off.",
+        description="Weight of the squared log of the softmax's normaliser in the gradient; 1e-4 is customary.",
     )
     fp16_on_cpu: bool = Field(
         default=False, description="Allow fp16 on a CPU, where its arithmetic is slow: for trying things out."
@@ -105,7 +105,7 @@ class MonitorsConfig(Section):
     interval: int = Field(
         default=10,
         ge=0,
-        description="Steps between two looks at every layer: norms, updates, largest activations; 0 means never.",
+        description="Steps between two looks at every layer (norms, updates, maxima); 0 means only after a skip.",
     )
     consistency_interval: int = Field(
         default=100,
@@ -119,7 +119,9 @@ class MonitorsConfig(Section):
         description="Share of the number format's maximum from which an activation or attention logit is warned of.",
     )
     max_skips_at_min_scale: int = Field(
-        default=10, ge=1, description="Skipped steps in a row at fp16.min_loss_scale after which the run stops."
+        default=10,
+        ge=1,
+        description="Skips in a row at a loss scale that cannot fall (or without one) that stop the run.",
     )
 
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 
 from megastable.core.layout import ParallelLayout
+from megastable.engine.flat_partitions import flat_partitions
+from megastable.engine.pipeline_module import GptPipeline
 from megastable.engine.tensor_group import is_split
 
 CHUNK_ELEMENTS = 2**20
@@ -25,7 +26,7 @@ class ConsistencyCheck:
     """``differences`` compares all copies; collective."""
 
     def __init__(self, engine: Any, optimizer: Any, layout: ParallelLayout) -> None:
-        self._module: PipelineModule = engine.module
+        self._module: GptPipeline = engine.module
         self._optimizer, self._layout, self._grid = optimizer, layout, engine.grid
         generator = torch.Generator().manual_seed(1)
         weights = torch.randint(-(2**62), 2**62, (CHUNK_ELEMENTS,), generator=generator) | 1
@@ -39,11 +40,11 @@ class ConsistencyCheck:
         return list(dict.fromkeys(line for lines in everywhere for line in lines))
 
     def _differing_copies(self) -> Iterator[str]:
-        parameters = dict(self._module.named_parameters())
+        names = self._names()
+        parameters = {name: parameter for parameter, name in names.items()}
         whole = {name: parameter for name, parameter in parameters.items() if not is_split(parameter)}
         yield from self._compare(parameters, self._grid.get_data_parallel_group(), "replicas")
         yield from self._compare(whole, self._grid.get_slice_parallel_group(), "tensor ranks")
-        names = {parameter: name for name, parameter in parameters.items()}
         for weight, group in self._module.get_tied_weights_and_groups():
             yield from self._compare({names[weight]: weight}, group, "tied copies")
 
@@ -58,9 +59,11 @@ class ConsistencyCheck:
         for index, name in enumerate(parameters):
             values = [row[index] for row in table]
             if len(set(values)) > 1:
-                common = max(set(values), key=values.count)
-                odd = [self._layout.describe(rank) for rank, v in zip(ranks, values, strict=True) if v != common]
-                yield f"{what} of {name}: {', '.join(odd)} differs from {size - len(odd)} other(s)"
+                most = max(values.count(value) for value in values)
+                agreed = {value for value in values if values.count(value) == most}
+                # Without a majority nobody can say which is right.
+                odd = [r for r, v in zip(ranks, values, strict=True) if v not in agreed or len(agreed) > 1]
+                yield f"{what} of {name} differ: {', '.join(map(self._layout.describe, odd))}"
 
     def _checksum(self, weight: Tensor) -> Tensor:
         """A sum of the bits with random odd weights, so that any single change shows, and swaps do."""
@@ -71,12 +74,9 @@ class ConsistencyCheck:
         return total
 
     def _differing_masters(self) -> Iterator[str]:
-        """Names of 16-bit weights on this rank that are not their fp32 master, rounded."""
-        optimizer, rank = self._optimizer, self._layout.describe(dist.get_rank())
-        zero = hasattr(optimizer, "single_partition_of_fp32_groups")
-        masters = optimizer.single_partition_of_fp32_groups if zero else optimizer.fp32_groups_flat_partition
-        names = {parameter: name for name, parameter in self._module.named_parameters()}
-        for master, group in zip(masters, optimizer.bit16_groups if zero else optimizer.bf16_groups, strict=True):
+        """A line for every 16-bit weight on this rank that is not its fp32 master, rounded."""
+        names, rank = self._names(), self._layout.describe(dist.get_rank())
+        for master, group in flat_partitions(self._optimizer):
             for parameter in group:
                 if parameter._hp_mapping is None:
                     continue
@@ -84,3 +84,11 @@ class ConsistencyCheck:
                 rounded = master.detach().narrow(0, high.start, high.numel).to(parameter.dtype)
                 if not torch.equal(parameter.detach().view(-1).narrow(0, low.start, low.numel), rounded):
                     yield f"{names[parameter]} on {rank} is not its fp32 master rounded"
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        """Parameters by the name of their layer, as the metrics have it."""
+        return {p: self._readable(name) for name, p in self._module.named_parameters()}
+
+    def _readable(self, name: str) -> str:
+        first, rest = name.split(".", 1)
+        return rest if first == "tied_modules" else f"{self._module.layer_names[int(first)]}.{rest}"

@@ -45,7 +45,7 @@ class LayerWatch:
         for part in self._parts:
             part.enabled = False
         sums, busy = self._summed()
-        maxima, host_memory, device_memory = self._largest()
+        maxima, host_memory, device_memory, longest = self._largest(step_seconds)
         slowest_rank = max(range(len(busy)), key=busy.__getitem__)
         shares = [max(row) / self._format_maximum for row in maxima]
         fullest = max(range(len(shares)), key=shares.__getitem__)
@@ -54,7 +54,7 @@ class LayerWatch:
             headroom=shares[fullest],
             headroom_layer=self._names[fullest],
             slowest_rank=slowest_rank,
-            slowest_rank_share=busy[slowest_rank] / step_seconds,
+            slowest_rank_share=busy[slowest_rank] / longest,
             host_memory_gib=host_memory / GIB,
             device_memory_gib=device_memory / GIB if device_memory else None,
         )
@@ -68,14 +68,15 @@ class LayerWatch:
         dist.all_reduce(together)
         return together[: own.numel()].view_as(own).tolist(), together[own.numel() :].tolist()
 
-    def _largest(self) -> tuple[list[list[float]], float, float]:
-        """Per layer the columns of ``ActivationStatistics``, then bytes of host and device memory."""
+    def _largest(self, step_seconds: float) -> tuple[list[list[float]], float, float, float]:
+        """Per layer the columns of ``ActivationStatistics``, then bytes of host and device memory, and seconds."""
         own = self._activations.maxima
         on_device = 0.0 if own.device.type == "cpu" else float(get_accelerator().max_memory_allocated())
-        memory = own.new_tensor([float(psutil.Process(os.getpid()).memory_info().rss), on_device])
-        together = torch.cat([own.flatten(), memory])
+        resident = float(psutil.Process(os.getpid()).memory_info().rss)
+        together = torch.cat([own.flatten(), own.new_tensor([resident, on_device, step_seconds])])
         dist.all_reduce(together, op=dist.ReduceOp.MAX)
-        return together[: own.numel()].view_as(own).tolist(), float(together[-2]), float(together[-1])
+        host_memory, device_memory, longest = together[own.numel() :].tolist()
+        return together[: own.numel()].view_as(own).tolist(), host_memory, device_memory, longest
 
     def _values(self, sums: list[float], maxima: list[float], is_block: bool) -> dict[str, float]:
         values = {"max_activation": maxima[ACTIVATION]}

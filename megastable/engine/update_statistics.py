@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megastable.core.clipping import clip_coefficient
+from megastable.engine.flat_partitions import flat_partitions
 from megastable.engine.tensor_group import is_split
 
 GRADIENT, WEIGHT, UPDATE, ZEROS, ELEMENTS = range(5)
@@ -86,25 +87,22 @@ def _squares(parts: list[Tensor]) -> Tensor:
 
 
 def _partitions(module: nn.Module, optimizer: Any, tensor_rank: int) -> list[_Partition]:
-    layer_of = {parameter: layer_index(name) for name, parameter in module.named_parameters()}
-    zero = hasattr(optimizer, "single_partition_of_fp32_groups")
-    flats = optimizer.single_partition_of_fp32_groups if zero else optimizer.fp32_groups_flat_partition
-    groups = optimizer.bit16_groups if zero else optimizer.bf16_groups
+    layer_of = {parameter: _layer_index(name) for name, parameter in module.named_parameters()}
     partitions = []
-    for flat, group in zip(flats, groups, strict=True):
-        counted = [p for p in group if p._hp_mapping is not None and counts_here(p, tensor_rank)]
+    for flat, group in flat_partitions(optimizer):
+        counted = [p for p in group if p._hp_mapping is not None and _counts_here(p, tensor_rank)]
         spans = [p._hp_mapping.hp_fragment_address for p in counted]
         layers = torch.tensor([layer_of[p] for p in counted], device=flat.device, dtype=torch.int64)
         partitions.append(_Partition(flat, [(span.start, span.numel) for span in spans], layers))
     return partitions
 
 
-def counts_here(parameter: nn.Parameter, tensor_rank: int) -> bool:
+def _counts_here(parameter: nn.Parameter, tensor_rank: int) -> bool:
     """True on the one rank of each replica whose copy stands for all."""
     return not getattr(parameter, "ds_pipe_replicated", False) and (is_split(parameter) or tensor_rank == 0)
 
 
-def layer_index(parameter_name: str) -> int:
+def _layer_index(parameter_name: str) -> int:
     """Index in the flat list of the layer that a parameter of the pipeline belongs to; the first of tied ones."""
     first = parameter_name.split(".")[0]
     return 0 if first == "tied_modules" else int(first)

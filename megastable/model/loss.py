@@ -25,14 +25,14 @@ def token_mean_loss(vocab_size: int, tensor: TensorGroup, z_loss: float = 0.0) -
     tokens are spread.
 
     Args:
-        z_loss: weight of the squared log-normaliser of every counted token, added to its loss while gradients are
-            wanted (PaLM, Chowdhery et al., arXiv 2204.02311, section 5); an evaluation is the plain cross-entropy.
+        z_loss: weight of the squared log-normaliser of every counted token (PaLM, Chowdhery et al., arXiv 2204.02311,
+            section 5). Its gradient is added; the value stays the plain cross-entropy, so that it can be compared with
+            an evaluation and with ln(vocabulary).
     """
 
     def loss(logits: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
         labels, denominator = targets
-        weight = z_loss if torch.is_grad_enabled() else 0.0
-        total: Tensor = token_losses(logits, labels, vocab_size, tensor, weight).sum()
+        total: Tensor = token_losses(logits, labels, vocab_size, tensor, z_loss).sum()
         return total / denominator.clamp(min=torch.finfo(torch.float32).tiny)  # a batch that counts nothing gives 0
 
     return loss
@@ -78,10 +78,7 @@ class _VocabularyCrossEntropy(Function):
         log_normalizer = normalizer.log() + largest
         ctx.save_for_backward(probabilities, position, held, labels, log_normalizer)
         ctx.dtype, ctx.z_loss = logits.dtype, z_loss
-        losses = normalizer.log() - label_logit
-        if z_loss:
-            losses = losses + z_loss * log_normalizer**2
-        return losses.masked_fill(labels == IGNORED_LABEL, 0.0)
+        return (normalizer.log() - label_logit).masked_fill(labels == IGNORED_LABEL, 0.0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:

@@ -68,7 +68,7 @@ class SkippedSteps:
 def _where(watched: Watched | None) -> str:
     """The first layer whose activation is not finite, or the one that is nearest to the limit."""
     if watched is None:
-        return ""
+        return "The step was not watched, so which layer is the cause is not known."
     for name, values in watched.layers.items():
         for kind in ("max_attention_logit", "max_activation"):
             if values.get(kind, 0.0) == float("inf"):

@@ -15,15 +15,13 @@ class FirstLoss(Stateless):
     """Fresh weights know nothing, so the first loss is near ln(vocabulary); one that is not has a cause."""
 
     def observe(self, seen: Seen) -> Iterator[Event]:
-        """A warning where the first loss is off by more than 10%."""
+        """Both, after the first step; a warning where they are more than 10% apart."""
         if seen.state.step != 1:
             return
         loss, expected = seen.result.loss, math.log(self.run.megastable.model.vocab_size)
-        if not abs(loss - expected) <= LARGEST_DEVIATION * expected:
-            yield seen.event(
-                "warning",
-                f"the first loss is {loss:.4f}, ln(vocabulary) is {expected:.4f}: over 10% off; look at the init std, "
-                "and at whether model.vocab_size is that of the data",
-                loss=loss,
-                expected=expected,
-            )
+        text = f"the first loss is {loss:.4f}, ln(vocabulary) is {expected:.4f}"
+        if abs(loss - expected) <= LARGEST_DEVIATION * expected:
+            yield seen.event("first_loss", text, loss=loss, expected=expected)
+        else:
+            advice = "look at the init std, and at whether model.vocab_size is that of the data"
+            yield seen.event("warning", f"{text}: over 10% off; {advice}", loss=loss, expected=expected)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 NUM_WORST = 5
 
@@ -40,7 +41,7 @@ class TrainingStatus:
 @torch.no_grad()
 def training_status(model: nn.Module) -> TrainingStatus:
     """Mean and largest gradient norms, parameter norms, and the worst five by name."""
-    parameters = dict(model.named_parameters())
+    parameters = {n: p for n, p in model.named_parameters() if not isinstance(p, UninitializedParameter)}
     norms = _norms(list(parameters.values()))
     with_gradient = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     grad_norms = _norms(list(with_gradient.values()))
@@ -59,8 +60,9 @@ def training_status(model: nn.Module) -> TrainingStatus:
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:
-    """2-norm of each, in fp64."""
-    return torch.tensor([float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in tensors]).double()
+    """2-norm of each, in fp64; of what a sparse one holds, and of magnitudes where it is complex."""
+    dense = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
+    return torch.tensor([float(torch.linalg.vector_norm(tensor.abs().double())) for tensor in dense]).double()
 
 
 def _mean(values: Tensor) -> float:

@@ -13,7 +13,7 @@ from rich.text import Text
 from megastable.core.records import Event
 from megastable.training.metrics import StepMetrics
 
-QUIET_EVENTS = ("overflow", "skip", "ramp")
+QUIET_EVENTS = ("overflow", "skip")
 """Kinds that show in the line of the step itself."""
 
 

@@ -75,7 +75,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
     text = path.read_text(encoding="utf-8")
     for line in text.splitlines():
         (kept if _is_step_up_to(line, step) else superseded).append(f"{line}\n")
-    if superseded or not text.endswith("\n"):  # a kill may cut the last line short, or only its end
+    if superseded or (text and not text.endswith("\n")):  # a kill may cut the last line short, or only its end
         with open(path.with_suffix(".superseded.jsonl"), "a", encoding="utf-8") as file:
             file.writelines(superseded)
         written = path.with_suffix(".tmp")

@@ -70,7 +70,7 @@ def test_a_killed_run_continues_exactly_beside_another_run(tmp_path: Path) -> No
     assert all("loss_volatility" in row for row in expected[2:])
     events = (whole_dir / "events.jsonl").read_text()
     assert (killed_dir / "events.jsonl").read_text() == events
-    assert [json.loads(line)["kind"] for line in events.splitlines()] == ["ramp"] * 2
+    assert [json.loads(line)["kind"] for line in events.splitlines()] == ["first_loss", "ramp", "ramp"]
     assert expected[-1]["loss"] < expected[0]["loss"] - 1
     assert "unigram entropy of the text" in output
 

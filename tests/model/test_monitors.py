@@ -85,7 +85,7 @@ def test_the_registry_is_documented_and_a_checkpoint_without_a_monitor_is_no_fau
 @pytest.mark.parametrize(("share", "warns"), [(0.91, False), (1.09, False), (0.89, True), (1.11, True)])
 def test_a_first_loss_off_by_a_tenth_is_a_warning(share: float, warns: bool) -> None:
     events = Monitors(tiny_run()).observe(seen(1, loss=share * EXPECTED_FIRST_LOSS))
-    assert kinds(events) == (["warning"] if warns else [])
+    assert kinds(events) == (["warning"] if warns else ["first_loss"])
     assert kinds(Monitors(tiny_run()).observe(seen(2, loss=share * EXPECTED_FIRST_LOSS))) == []
 
 
@@ -196,3 +196,14 @@ def test_training_status_of_any_model() -> None:
 def test_training_status_before_any_backward() -> None:
     status = training_status(nn.Linear(2, 2))
     assert (status.mean_grad_norm, status.max_grad_norm, status.worst) == (0.0, 0.0, [])
+
+
+def test_training_status_of_models_that_are_not_plain() -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1, 1, 3])).sum().backward()
+    assert training_status(embedding).max_grad_norm == pytest.approx((4 + 4 + 1 + 1) ** 0.5)
+    odd = nn.Module()
+    odd.complex = nn.Parameter(torch.tensor([3 + 4j]))
+    odd.whole = nn.Parameter(torch.tensor([12], dtype=torch.int8), requires_grad=False)
+    odd.later = nn.LazyLinear(3)
+    assert training_status(odd).parameter_norm == pytest.approx(13.0)

@@ -56,9 +56,10 @@ def train_reference(run: RunConfig, num_steps: int) -> tuple[list[ReferenceStep]
     for _ in range(num_steps):
         batch = plan.ramp.at(consumed)
         ids, labels = global_batch(consumed, batch.global_batch_size, size.seq_length, size.vocab_size)
-        loss = reference_loss(model, run, ids, labels)
+        logits = model(ids)[..., : size.vocab_size]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())  # a mean over the counted labels
         optimizer.zero_grad()
-        loss.backward()
+        with_z_loss(loss, logits, labels, run).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), run.clip_norm or float("inf"))
         for group in optimizer.param_groups:
             group["lr"] = plan.learning_rate(consumed, batch)
@@ -68,14 +69,12 @@ def train_reference(run: RunConfig, num_steps: int) -> tuple[list[ReferenceStep]
     return steps, model
 
 
-def reference_loss(model: ReferenceModel, run: RunConfig, ids: Tensor, labels: Tensor) -> Tensor:
-    """The mean over the counted labels of the batch."""
-    logits = model(ids)[..., : run.megastable.model.vocab_size]
-    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    if run.megastable.training.z_loss:
-        normaliser = logits.logsumexp(-1)[labels != IGNORED_LABEL]
-        loss = loss + run.megastable.training.z_loss * (normaliser**2).mean()
-    return loss
+def with_z_loss(loss: Tensor, logits: Tensor, labels: Tensor, run: RunConfig) -> Tensor:
+    """What the gradient is of."""
+    if not run.megastable.training.z_loss:
+        return loss
+    normaliser = logits.logsumexp(-1)[labels != IGNORED_LABEL]
+    return loss + run.megastable.training.z_loss * (normaliser**2).mean()
 
 
 def reference_optimizer(model: nn.Module, run: RunConfig) -> torch.optim.Optimizer:

@@ -96,7 +96,7 @@ def loss_scale_keys_have_a_reader(review: Review) -> Iterator[Finding]:
         yield Finding(
             "warning",
             f"fp16.{keys[0]}",
-            f"fp16 is off and the weights are {review.weights_format}, which needs no loss scale: "
+            f"fp16 is off and the weights are {review.run.number_format}, which needs no loss scale: "
             f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'} not read",
             'remove the section "fp16", or enable it',
         )
@@ -105,7 +105,7 @@ def loss_scale_keys_have_a_reader(review: Review) -> Iterator[Finding]:
 def bf16_sums_in_fp32(review: Review) -> Iterator[Finding]:
     """bf16 keeps 8 significant bits: a sum of many gradients stops growing."""
     addends = max(phase.batch.num_microbatches for phase in review.plan.phases)
-    sums_in_bf16 = review.weights_format == "bf16" and review.run.data_types.grad_accum_dtype != "fp32"
+    sums_in_bf16 = review.run.number_format == "bf16" and review.run.data_types.grad_accum_dtype != "fp32"
     if sums_in_bf16 and addends > MOST_BF16_ADDENDS:
         yield Finding(
             "warning",
@@ -118,11 +118,11 @@ def bf16_sums_in_fp32(review: Review) -> Iterator[Finding]:
 
 def gradients_travel_in_range(review: Review) -> Iterator[Finding]:
     """fp16 ends at 65504; the gradients of bf16 and fp32 runs carry no loss scale that would keep them inside it."""
-    if review.weights_format != "fp16" and review.run.communication_data_type == "fp16":
+    if review.run.number_format != "fp16" and review.run.communication_data_type == "fp16":
         yield Finding(
             "warning",
             "communication_data_type",
-            f"unscaled {review.weights_format} gradients are cast to fp16 between replicas, which turns those below "
+            f"unscaled {review.run.number_format} gradients are cast to fp16 between replicas, which turns those below "
             f"{FP16_SMALLEST:.0e} into zeros",
             "remove it",
         )

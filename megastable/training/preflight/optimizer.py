@@ -26,7 +26,7 @@ def clip_norm_is_customary(review: Review) -> Iterator[Finding]:
         why = f"{clip_norm:g} is far below a healthy gradient norm: every step is clipped"
     else:
         why = f"{clip_norm:g} clips hardly anything but what has already diverged"
-    yield Finding("warning", "gradient_clipping", f"{why}; customary are 0.5 to 1.0", '"gradient_clipping": 1.0')
+    yield Finding("warning", "gradient_clipping", f"{why}; customary are 0.5 and 1.0", '"gradient_clipping": "auto"')
 
 
 def betas_are_in_order(review: Review) -> Iterator[Finding]:

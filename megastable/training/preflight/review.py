@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from megastable.config import ModelConfig, RunConfig
 from megastable.core.parameters import num_parameters
@@ -42,11 +41,6 @@ class Review:
     def model(self) -> ModelConfig:
         """The model of the run file."""
         return self.plan.run.megastable.model
-
-    @property
-    def weights_format(self) -> Literal["fp32", "bf16", "fp16"]:
-        """The number format of the weights."""
-        return "fp16" if self.run.fp16.enabled else "bf16" if self.run.bf16.enabled else "fp32"
 
     @property
     def has_customary_size(self) -> bool:

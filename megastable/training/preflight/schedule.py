@@ -22,7 +22,7 @@ def warmup_has_customary_length(review: Review) -> Iterator[Finding]:
     )
     total = plan.length.total_steps
     shortest, longest = (_samples_before(plan.phases, math.ceil(total * share / 100)) for share in WARMUP_PERCENT)
-    instead = f'"warmup": {shortest} to {longest} (samples)'
+    instead = f'"warmup": {shortest}' + (f" (samples; up to {longest})" if longest > shortest else " (samples)")
     if warmup_samples == 0:
         lr = review.run.optimizer.params.lr
         yield Finding("warning", key, f"0: the first update already has the full learning rate, {lr:g}", instead)

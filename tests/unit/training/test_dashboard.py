@@ -161,7 +161,7 @@ def test_hard_steps_as_a_run_without_monitors_writes_them(run_dir: Path, name: s
 
 
 def test_what_is_rare_is_found_in_the_steps_before(run_dir: Path) -> None:
-    rare = {"layers", "headroom", "slowest_rank", "slowest_rank_share", "eval_loss"}
+    rare = {"layers", "headroom", "slowest_rank", "slowest_rank_share", "eval_loss", "host_memory_gib"}
     newest = {key: value for key, value in metrics_row(NUM_STEPS + 1).items() if key not in rare}
     write_rows(run_dir / "metrics.jsonl", [newest], mode="a")
     text = words(frame(state_of(run_dir)))
@@ -170,6 +170,7 @@ def test_what_is_rare_is_found_in_the_steps_before(run_dir: Path) -> None:
         "4.7500 at step 30",
         "headroom 31.2%",
         "slowest rank rank 3",
+        "host 7.5 GiB",
         "layers at step 30",
     ):
         assert expected in text

@@ -33,7 +33,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from megastable.config import RunConfig, run_from_dict
-from megastable.core.init_std import megatron_530b
+from megastable.core.init_std import MatrixSize, megatron_530b
 from megastable.core.launch import Launch
 from megastable.core.records import TrainingState
 from megastable.data import Corpus, SampleOrder, prepare_corpus, training_micro_batches
@@ -41,11 +41,11 @@ from megastable.engine.process_group import connected
 from megastable.engine.training_engine import TrainingEngine
 from megastable.training.run_plan import RunPlan
 
-RATIO_OF_104B = 0.02 / megatron_530b(11600, None)
+RATIO_OF_104B = 0.02 / megatron_530b(MatrixSize.square(11600), None)
 STDS: dict[str, Callable[[int], float]] = {
     "0.02": lambda hidden: 0.02,
-    "formula": lambda hidden: megatron_530b(hidden, None),
-    "3.73 formula": lambda hidden: RATIO_OF_104B * megatron_530b(hidden, None),
+    "formula": lambda hidden: megatron_530b(MatrixSize.square(hidden), None),
+    "3.73 formula": lambda hidden: RATIO_OF_104B * megatron_530b(MatrixSize.square(hidden), None),
 }
 COLORS = dict(zip(STDS, ("tab:blue", "tab:green", "tab:red"), strict=True))
 RESULTS = Path(__file__).parent / "results"

@@ -27,7 +27,7 @@ def largest_logit(scale_of_input: float, **model: Any) -> float:
 
     def look(module: Any, inputs: Any, outputs: Any) -> None:
         q, k = outputs
-        seen.append(float((q @ k.transpose(-1, -2)).abs().max()))
+        seen.append(float((q @ k.transpose(-1, -2)).detach().abs().max()))
 
     attention.scale.register_forward_hook(look)
     attention(scale_of_input * torch.randn(2, config.seq_length, config.hidden_size))

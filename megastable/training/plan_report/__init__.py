@@ -1,0 +1,7 @@
+"""What a run will take before it is launched: its steps, its time, its memory, and the layouts it could have."""
+
+from megastable.training.plan_report.assumptions import DEFAULT_EFFICIENCY, Machine
+from megastable.training.plan_report.forecast import Forecast, forecast
+from megastable.training.plan_report.request import load_plan
+
+__all__ = ["DEFAULT_EFFICIENCY", "Forecast", "Machine", "forecast", "load_plan"]

@@ -11,6 +11,8 @@ import typer
 
 from megastable.cli import check as check_output
 from megastable.cli import plan as plan_output
+from megastable.cli.layouts import print_layouts
+from megastable.cli.plan_plot import plot_forecast
 from megastable.cli.plot import plot_run
 from megastable.cli.watch import watch_run
 from megastable.config import json_schema
@@ -101,6 +103,12 @@ def plan(
     efficiency: Annotated[
         float, typer.Option(min=0.01, max=1, help="share of the peak that a stage reaches while it computes")
     ] = DEFAULT_EFFICIENCY,
+    search: Annotated[
+        bool, typer.Option("--search", help="rank the layouts that so many devices allow; needs --device")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="draw batch, TFLOPs and time over samples into this .png, .svg or .pdf")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one object instead of tables")] = False,
 ) -> None:
     """Tell what a run will take before it is launched: steps, time, memory. No GPU, nothing written.
@@ -123,11 +131,23 @@ def plan(
     phases (the same order: speed and time), memory in bytes, fits,
     assumptions. null is what is not known.
 
+    --search tries stages x replicas x tensor ranks x micro-batch size x
+    recomputation x start of the ramp (the file's, twice and four times it),
+    all on the same samples, and ranks them by the time to train. What cannot
+    be is listed with the reason. JSON then has layouts, feasible ones first.
+    A larger start saves time because a fuller pipeline waits less; what it
+    does to the training is yours to judge.
+
     Exit code 0, also where it does not fit; 2 where the file is refused.
     """
     run_plan, assumed = load_plan(config, devices)
     machine = Machine.of(device, peak_tflops, memory_gib, efficiency)
+    if search:
+        print_layouts(run_plan, machine, str(config), as_json)
+        return
     result = forecast(run_plan, machine)
+    if plot is not None:
+        plot_forecast(result, plot)
     if as_json:
         print(plan_output.as_json(result.as_dict()))
     else:

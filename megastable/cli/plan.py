@@ -13,6 +13,8 @@ from megastable.training.plan_report import Forecast
 
 UNKNOWN = "unknown"
 GIB = 2**30
+LEAST_WIDTH = 120
+RAMP_COLUMNS = ("step", "sample", "steps", "batch", "micro-batches", "bubble", "idle", "a step", "TFLOPs", "time")
 SHOWN_PHASES = 12
 """A longer ramp is shown by its first and last phases, and some between."""
 MEMORY_COLUMNS = ("weights", "gradients", "master_weights", "moments", "activations", "buffers", "update", "total")
@@ -25,11 +27,11 @@ def as_json(values: Any) -> str:
 
 def show(forecast: Forecast, name: str, assumed_devices: bool) -> None:
     """Print the layout, the ramp with its speed, the memory of every stage, and what it all rests on."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = wide_console()
     for line in _summary(forecast, name, assumed_devices):
         console.print(line)
-    console.print(_ramp_table(forecast))
-    console.print(_memory_table(forecast))
+    console.print(_rampmake_table(forecast))
+    console.print(_memorymake_table(forecast))
     console.print(_fit(forecast))
     for line in forecast.assumptions:
         console.print(f"assumed: {line}")
@@ -48,22 +50,8 @@ def _summary(forecast: Forecast, name: str, assumed_devices: bool) -> list[str]:
     ]
 
 
-def _ramp_table(forecast: Forecast) -> Table:
-    table = Table(title=f"ramp: {len(forecast.phases)} phases", title_justify="left")
-    headings = (
-        "from step",
-        "from sample",
-        "steps",
-        "batch",
-        "micro-batches",
-        "bubble",
-        "idle",
-        "step",
-        "TFLOPs",
-        "time",
-    )
-    for heading in headings:
-        table.add_column(heading, justify="right")
+def _rampmake_table(forecast: Forecast) -> Table:
+    table = make_table(f"ramp: {len(forecast.phases)} phases", *RAMP_COLUMNS)
     for index in shown_indices(len(forecast.phases), SHOWN_PHASES):
         entry = forecast.phases[index]
         phase, batch, speed = entry.phase, entry.phase.batch, entry.speed
@@ -83,6 +71,19 @@ def _ramp_table(forecast: Forecast) -> Table:
     return table
 
 
+def wide_console() -> Console:
+    """One that does not squeeze tables where the output is no terminal."""
+    return Console(highlight=False, soft_wrap=True, width=max(Console().width, LEAST_WIDTH))
+
+
+def make_table(title: str, *headings: str) -> Table:
+    """A table without lines, whose columns are never cut."""
+    table = Table(title=title, title_justify="left", caption_justify="left", box=None, padding=(0, 3, 0, 0))
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
 def shown_indices(count: int, most: int) -> list[int]:
     """At most ``most`` of ``count`` entries, evenly spread, with the first and the last."""
     if count <= most:
@@ -90,11 +91,9 @@ def shown_indices(count: int, most: int) -> list[int]:
     return sorted({round(index * (count - 1) / (most - 1)) for index in range(most)})
 
 
-def _memory_table(forecast: Forecast) -> Table:
-    table = Table(title="memory of a device, GiB, by stage", title_justify="left")
-    table.add_column("stage", justify="right")
-    for heading in MEMORY_COLUMNS:
-        table.add_column(heading.replace("_", " "), justify="right")
+def _memorymake_table(forecast: Forecast) -> Table:
+    headings = (heading.replace("_", " ") for heading in MEMORY_COLUMNS)
+    table = make_table("memory of a device, GiB, by stage", "stage", *headings)
     for stage, use in enumerate(forecast.memory):
         kinds = use.by_kind()
         table.add_row(str(stage), *(f"{kinds[kind] / GIB:.2f}" for kind in MEMORY_COLUMNS))

@@ -13,6 +13,8 @@ MOMENTS = 2
 """Adam's running means: of the gradient and of its square."""
 LARGEST_ALL_REDUCE = 500_000_000
 """Elements that DeepSpeed's pipeline engine flattens into one gradient message."""
+COPIES_CHECK_BYTES = 8 * 2**20
+"""What ``engine.consistency`` keeps to compare copies with, whatever the model."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class MemoryUse:
     activations: float
     """In flight and at work at the widest point of a backward pass."""
     buffers: float
-    """Beside the activations: ZeRO's gradient buffer, which every step allocates in its first backward pass."""
+    """Beside the activations: ZeRO's gradient buffer, which every step allocates in its first backward pass, and what
+    the check of copies keeps."""
     update: float
     """While the gradients are reduced and the weights updated, when no activation is left; in place of both."""
 
@@ -73,17 +76,20 @@ def memory_use(
         activations: see ``activation_bytes``.
     """
     share = num_parameters / data_parallel_size
-    bucket = 0.0 if number_format.flat_fp32_sums else float(reduce_bucket_size * communication_bytes)
+    bucket = 0 if number_format.flat_fp32_sums else reduce_bucket_size * communication_bytes
     return MemoryUse(
         weights=num_parameters * number_format.weight_bytes,
         gradients=num_parameters * number_format.gradient_bytes,
         master_weights=share * FP32_BYTES,
         moments=share * FP32_BYTES * MOMENTS,
         activations=activations,
-        buffers=bucket,
-        update=_flat_update(num_parameters, communication_bytes)
-        if number_format.flat_fp32_sums
-        else _zero_update(number_format, num_parameters, data_parallel_size, bucket),
+        buffers=bucket + COPIES_CHECK_BYTES,
+        update=COPIES_CHECK_BYTES
+        + (
+            _flat_update(num_parameters, communication_bytes)
+            if number_format.flat_fp32_sums
+            else _zero_update(number_format, num_parameters, data_parallel_size, bucket)
+        ),
     )
 
 

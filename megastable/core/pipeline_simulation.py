@@ -64,7 +64,7 @@ def pipeline_seconds(passes: PassSeconds, num_microbatches: int, schedule: str =
     Once the pipeline runs steadily a further micro-batch adds what the slowest stage needs for it, so a long step is
     played only until that is so. The nearer the other stages are to the slowest, the longer it takes.
     """
-    played = 4 * len(passes.forward)
+    played = len(passes.forward) + 1
     while played < num_microbatches:
         seconds = _play(passes, played, schedule)
         added = seconds - _play(passes, played - 1, schedule)

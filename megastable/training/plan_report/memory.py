@@ -28,11 +28,14 @@ def _memory_of_stage(plan: RunPlan, number: int, stage: StageLayers, on_cpu: boo
     shape, parts, ranks = model_shape(model), model_parts(model), layout.tensor_parallel_size
     weights = stage_parameters(shape, parts, stage, ranks)
     settings = activation_settings(plan, on_cpu)
-    # Once the pipeline is full, more micro-batches need no more memory; the largest micro-batch needs most.
-    batches = {(phase.batch.micro_batch_size, phase.batch.num_microbatches) for phase in plan.phases}
+    # Of every micro-batch size the step with most micro-batches needs most.
+    batches: dict[int, int] = {}
+    for phase in plan.phases:
+        size, count = phase.batch.micro_batch_size, phase.batch.num_microbatches
+        batches[size] = max(batches.get(size, 0), count)
     widest = max(
         activation_bytes(shape, parts, stage, settings, size, count, min(layout.num_stages - number, count))
-        for size, count in batches
+        for size, count in batches.items()
     )
     return memory_use(
         number_format(run),

@@ -10,16 +10,16 @@ from rich.console import Console
 
 from megastable.cli.cells import duration
 from megastable.cli.plan import as_json, make_table, wide_console
+from megastable.config import RunConfig
 from megastable.core.errors import UserError
 from megastable.training.plan_report import Candidate, Machine, search_layouts
-from megastable.training.run_plan import RunPlan
 
 SHOWN_LAYOUTS = 15
 SHOWN_REASONS = 10
 COLUMNS = ("stages", "replicas", "tensor", "micro-batch", "recompute", "ramp from", "time to train", "GiB")
 
 
-def print_layouts(plan: RunPlan, machine: Machine | None, name: str, json_wanted: bool) -> None:
+def print_layouts(run: RunConfig, devices: int, machine: Machine | None, name: str, json_wanted: bool) -> None:
     """Search and print.
 
     Raises:
@@ -27,12 +27,12 @@ def print_layouts(plan: RunPlan, machine: Machine | None, name: str, json_wanted
     """
     if machine is None:
         raise UserError("--search ranks by time, so it needs --device (or --peak-tflops and --memory-gib)")
-    layouts = search_layouts(plan, machine)
-    assumptions = machine.assumptions(plan.run.number_format)
+    layouts = search_layouts(run, devices, machine)
+    assumptions = machine.assumptions(run.number_format)
     if json_wanted:
         print(as_json({"layouts": [asdict(layout) for layout in layouts], "assumptions": assumptions}))
     else:
-        _show(layouts, f"{name} on {plan.layout.world_size} x {machine.device.name}", assumptions)
+        _show(layouts, f"{name} on {devices} x {machine.device.name}", assumptions)
 
 
 def _show(layouts: list[Candidate], name: str, assumptions: list[str]) -> None:

@@ -17,7 +17,7 @@ from megastable.cli.plot import plot_run
 from megastable.cli.watch import watch_run
 from megastable.config import json_schema
 from megastable.core.errors import UserError
-from megastable.training.plan_report import DEFAULT_EFFICIENCY, Machine, forecast, load_plan
+from megastable.training.plan_report import DEFAULT_EFFICIENCY, Machine, forecast, load_plan, load_run
 from megastable.training.preflight import preflight
 from megastable.training.preflight.gpus import installed_gpus
 
@@ -140,11 +140,11 @@ def plan(
 
     Exit code 0, also where it does not fit; 2 where the file is refused.
     """
-    run_plan, assumed = load_plan(config, devices)
     machine = Machine.of(device, peak_tflops, memory_gib, efficiency)
     if search:
-        print_layouts(run_plan, machine, str(config), as_json)
+        print_layouts(*load_run(config, devices), machine, str(config), as_json)
         return
+    run_plan, assumed = load_plan(config, devices)
     result = forecast(run_plan, machine)
     if plot is not None:
         plot_forecast(result, plot)

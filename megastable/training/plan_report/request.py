@@ -17,11 +17,15 @@ def load_plan(path: Path, num_devices: int | None) -> tuple[RunPlan, bool]:
     Raises:
         UserError: the file cannot be read, holds faults or does not fit the devices.
     """
-    run = load_run_file(path, world_size=num_devices)
-    devices = num_devices or run.megastable.training.world_size
-    assumed = devices is None
-    devices = devices or fewest_devices(run)
-    return RunPlan.of(load_run_file(path, world_size=devices), devices), assumed
+    run, devices = load_run(path, num_devices)
+    assumed = num_devices is None and run.megastable.training.world_size is None
+    return RunPlan.of(load_run_file(path, world_size=devices), devices), assumed  # now also checked on its layout
+
+
+def load_run(path: Path, num_devices: int | None) -> tuple[RunConfig, int]:
+    """A run file, which need not fit the devices, and their number; arguments and errors as ``load_plan``."""
+    run = load_run_file(path)
+    return run, num_devices or run.megastable.training.world_size or fewest_devices(run)
 
 
 def fewest_devices(run: RunConfig) -> int:

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from megastable.config import ConfigError, RunConfig, run_from_dict
+from megastable.core.batch_rampup import RunLength
 from megastable.training.plan_report.assumptions import Machine
 from megastable.training.plan_report.forecast import phase_speed
 from megastable.training.plan_report.memory import stage_memory
@@ -38,18 +39,20 @@ class Candidate:
     """Why it is not feasible; None where it is."""
 
 
-def search_layouts(plan: RunPlan, machine: Machine) -> list[Candidate]:
-    """All candidates for the plan's devices: the feasible ones first, the fastest at the top.
+def search_layouts(file: RunConfig, devices: int, machine: Machine) -> list[Candidate]:
+    """All candidates for ``devices``: the feasible ones first, the fastest at the top.
 
-    Every candidate trains on as many samples as ``plan``. The micro-batch size is the same at every batch of the ramp.
+    Every candidate trains on as many samples as the file's own ramp takes. The layout of the file plays no part. The
+    micro-batch size is the same at every batch of the ramp.
     """
-    batches = {start: _global_batch_sizes(plan, start) for start in _ramp_starts(plan.run)}
+    run = _with_samples(file)
+    batches = {start: _global_batch_sizes(run, start) for start in _ramp_starts(run)}
     found: list[Candidate] = []
-    for candidates in _layouts(plan):
-        refusal = _refusal(plan, candidates[0])
+    for candidates in _layouts(run, devices):
+        refusal = _refusal(run, candidates[0])
         for candidate in candidates:
             reason = refusal or _indivisible(candidate, batches[candidate.ramp_start])
-            found.append(replace(candidate, reason=reason) if reason else _judge(plan, machine, candidate))
+            found.append(replace(candidate, reason=reason) if reason else _judge(run, devices, machine, candidate))
     return sorted(found, key=_rank)
 
 
@@ -64,10 +67,18 @@ def _rank(candidate: Candidate) -> tuple[bool, float, float, tuple[int, ...]]:
     )
 
 
-def _layouts(plan: RunPlan) -> Iterator[list[Candidate]]:
+def _with_samples(file: RunConfig) -> RunConfig:
+    """The run, for as many samples as it takes, whichever way its length is given."""
+    training, ramp = file.megastable.training, file.megastable.batch_rampup.ramp(1, data_parallel_size=1)
+    phases = ramp.phases(total_samples=training.total_samples, total_steps=training.total_steps)
+    length = {"total_samples": RunLength.of(phases).total_samples, "total_steps": None, "world_size": None}
+    changed = {"training": training.model_copy(update=length)}
+    return file.model_copy(update={"megastable": file.megastable.model_copy(update=changed)})
+
+
+def _layouts(run: RunConfig, devices: int) -> Iterator[list[Candidate]]:
     """For every way to share the devices among stages, replicas and tensor ranks: all that can be varied on it."""
-    devices = plan.layout.world_size
-    starts = _ramp_starts(plan.run)
+    starts = _ramp_starts(run)
     for stages in _divisors(devices):
         for tensor in _divisors(devices // stages):
             replicas = devices // stages // tensor
@@ -87,9 +98,9 @@ def _ramp_starts(run: RunConfig) -> Sequence[int | None]:
     return [start for start in starts if start < ramp.final and (ramp.final - start) % ramp.increment == 0]
 
 
-def _refusal(plan: RunPlan, candidate: Candidate) -> str | None:
+def _refusal(run: RunConfig, candidate: Candidate) -> str | None:
     """Why the rules of a run file refuse this layout of stages and tensor ranks, whatever its batches."""
-    values = _run_of(plan, candidate).model_dump(mode="json", by_alias=True, exclude_none=True)
+    values = _run_of(run, candidate).model_dump(mode="json", by_alias=True, exclude_none=True)
     try:
         run_from_dict(values)
     except ConfigError as error:
@@ -97,10 +108,10 @@ def _refusal(plan: RunPlan, candidate: Candidate) -> str | None:
     return None
 
 
-def _global_batch_sizes(plan: RunPlan, start: int | None) -> list[int]:
+def _global_batch_sizes(run: RunConfig, start: int | None) -> list[int]:
     """The sizes of a ramp from ``start`` on, in order; one replica takes them all in micro-batches of one sample."""
-    ramp = _run_of(plan, Candidate(1, 1, 1, 1, False, start)).megastable.batch_rampup.ramp(1, data_parallel_size=1)
-    phases = ramp.phases(total_samples=plan.length.total_samples)
+    ramp = _run_of(run, Candidate(1, 1, 1, 1, False, start)).megastable.batch_rampup.ramp(1, data_parallel_size=1)
+    phases = ramp.phases(total_samples=run.megastable.training.total_samples)
     return [phase.batch.global_batch_size for phase in phases]
 
 
@@ -116,8 +127,8 @@ def _indivisible(candidate: Candidate, sizes: Sequence[int]) -> str | None:
     return None
 
 
-def _judge(plan: RunPlan, machine: Machine, candidate: Candidate) -> Candidate:
-    own = RunPlan.of(_run_of(plan, candidate), plan.layout.world_size)
+def _judge(run: RunConfig, devices: int, machine: Machine, candidate: Candidate) -> Candidate:
+    own = RunPlan.of(_run_of(run, candidate), devices)
     memory = stage_memory(own, machine.on_cpu)
     fullest = max(range(len(memory)), key=lambda stage: memory[stage].total)
     needed, usable = memory[fullest].total, machine.device.usable_bytes
@@ -130,9 +141,9 @@ def _judge(plan: RunPlan, machine: Machine, candidate: Candidate) -> Candidate:
     return replace(weighed, seconds_to_train=seconds)
 
 
-def _run_of(plan: RunPlan, candidate: Candidate) -> RunConfig:
+def _run_of(run: RunConfig, candidate: Candidate) -> RunConfig:
     """The run file as it would be for a candidate. Not checked: the fields are as the schema wants them."""
-    run, settings = plan.run, plan.run.megastable
+    settings = run.megastable
     tensor = settings.tensor_parallel
     sliced = tensor.sequence_parallel and candidate.tensor_parallel_size > 1
     ramp: dict[str, Any] = {"micro_batch_size_steps": ()}
@@ -149,9 +160,6 @@ def _run_of(plan: RunPlan, candidate: Candidate) -> RunConfig:
             update={"size": candidate.tensor_parallel_size, "sequence_parallel": sliced}
         ),
         "batch_rampup": settings.batch_rampup.model_copy(update=ramp),
-        "training": settings.training.model_copy(
-            update={"total_samples": plan.length.total_samples, "total_steps": None}
-        ),
     }
     return run.model_copy(
         update={

@@ -10,10 +10,14 @@ from typing import Annotated
 import typer
 
 from megastable.cli import check as check_output
+from megastable.cli import plan as plan_output
+from megastable.cli.layouts import print_layouts
+from megastable.cli.plan_plot import plot_forecast
 from megastable.cli.plot import plot_run
 from megastable.cli.watch import watch_run
 from megastable.config import json_schema
 from megastable.core.errors import UserError
+from megastable.training.plan_report import DEFAULT_EFFICIENCY, Machine, forecast, load_plan, load_run
 from megastable.training.preflight import preflight
 from megastable.training.preflight.gpus import installed_gpus
 
@@ -80,6 +84,74 @@ def check(
         check_output.show(findings, str(config))
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(1)
+
+
+@app.command()
+def plan(
+    config: Annotated[Path, typer.Argument(help="a run file, e.g. ds_configs/bloom_176b.json")],
+    devices: Annotated[
+        int | None,
+        typer.Option(min=1, help="devices of the launch; default: megastable.training.world_size, else one replica"),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="A100, H100, H200, or cpu with the two figures below; without it no times")
+    ] = None,
+    peak_tflops: Annotated[
+        float | None, typer.Option(min=0.000001, help="peak of a device that is not in the table")
+    ] = None,
+    memory_gib: Annotated[float | None, typer.Option(min=0.001, help="its memory")] = None,
+    efficiency: Annotated[
+        float, typer.Option(min=0.01, max=1, help="share of the peak that a stage reaches while it computes")
+    ] = DEFAULT_EFFICIENCY,
+    search: Annotated[
+        bool, typer.Option("--search", help="rank the layouts that so many devices allow; needs --device")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="draw batch, TFLOPs and time over samples into this .png, .svg or .pdf")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one object instead of tables")] = False,
+) -> None:
+    """Tell what a run will take before it is launched: steps, time, memory. No GPU, nothing written.
+
+    The ramp is expanded as training will do it: the first step and sample of
+    every batch, its micro-batches, and the share of the time that a pipeline
+    of so many stages waits.
+
+    With --device the time of a step is the operations and messages of its
+    stages over the device's data sheet, played through the pipeline's
+    schedule: an estimate, whose assumptions are printed with it. Measure a few
+    steps and set --efficiency before you rely on it. Without --device no time
+    is given.
+
+    Memory is counted by stage and kind, for the run's number formats, ZeRO 1,
+    recomputation and the micro-batches in flight.
+
+    JSON has total_steps, total_samples, total_tokens, ramp (first_step,
+    first_sample, global_batch_size, micro_batch_size, num_microbatches),
+    phases (the same order: speed and time), memory in bytes, fits,
+    assumptions. null is what is not known.
+
+    --search tries stages x replicas x tensor ranks x micro-batch size x
+    recomputation x start of the ramp (the file's, twice and four times it),
+    all on the same samples, and ranks them by the time to train. What cannot
+    be is listed with the reason. JSON then has layouts, feasible ones first.
+    A larger start saves time because a fuller pipeline waits less; what it
+    does to the training is yours to judge.
+
+    Exit code 0, also where it does not fit; 2 where the file is refused.
+    """
+    machine = Machine.of(device, peak_tflops, memory_gib, efficiency)
+    if search:
+        print_layouts(*load_run(config, devices), machine, str(config), as_json)
+        return
+    run_plan, assumed = load_plan(config, devices)
+    result = forecast(run_plan, machine)
+    if plot is not None:
+        plot_forecast(result, plot)
+    if as_json:
+        print(plan_output.as_json(result.as_dict()))
+    else:
+        plan_output.show(result, str(config), assumed)
 
 
 @app.command()

@@ -15,16 +15,11 @@ def plot_run(run_dir: Path, output: Path) -> None:
     Raises:
         UserError: there are no metrics, or matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError("megastable plot needs matplotlib: pip install 'megastable[plot]'") from error
-
+    figure = empty_figure()
     rows = read_metrics(run_dir / "metrics.jsonl")
     samples = [row["consumed_samples"] for row in rows]
     evaluations = [(row["consumed_samples"], row["eval_loss"]) for row in rows if "eval_loss" in row]
 
-    figure = Figure(figsize=(8, 6.5), layout="constrained")
     loss_axes, batch_axes, tflops_axes = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
     loss_axes.plot(samples, [row["loss"] for row in rows], color="tab:blue", linewidth=1, label="training loss")
     if evaluations:
@@ -37,14 +32,41 @@ def plot_run(run_dir: Path, output: Path) -> None:
     tflops_axes.set_ylabel("TFLOPs per device\n(model)")
     tflops_axes.set_xlabel("consumed samples")
     for axes in (loss_axes, batch_axes, tflops_axes):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
+        make_plain(axes)
     for axes in (batch_axes, tflops_axes):
         axes.set_ylim(bottom=0)
+    save_figure(figure, output)
+
+
+def empty_figure() -> Any:
+    """A figure for three curves above each other.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("pictures need matplotlib: pip install 'megastable[plot]'") from error
+    return Figure(figsize=(8, 6.5), layout="constrained")
+
+
+def make_plain(axes: Any) -> None:
+    """No frame, a faint grid."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+
+
+def save_figure(figure: Any, output: Path) -> None:
+    """Write the picture.
+
+    Raises:
+        UserError: the suffix is unknown or the folder missing.
+    """
     try:
         figure.savefig(output, dpi=130)
-    except (ValueError, OSError) as error:  # an unknown suffix, a missing folder
-        raise UserError(f"--output {output}: {error}") from error
+    except (ValueError, OSError) as error:
+        raise UserError(f"{output}: {error}") from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megastable.core.batch_rampup import Batch
+from megastable.core.pipeline_cost import bubble
 from megastable.training.preflight.customs import LEAST_PARAMETERS, short_count, size_class
 from megastable.training.preflight.finding import Finding, Level
 from megastable.training.preflight.review import Review
@@ -14,14 +15,6 @@ MOST_IDLE = 0.2
 FAR_TOO_IDLE = 1 / 3
 FAR_OUTSIDE = 4
 """Times by which a size leaves its customary range before that is a warning."""
-
-
-def bubble(num_stages: int, num_microbatches: int) -> float:
-    """Idle share of a pipeline's time, (p - 1) / (m + p - 1): Narayanan et al., arXiv 2104.04473, section 2.2.
-
-    Theirs is relative to the busy time, (p - 1) / m.
-    """
-    return (num_stages - 1) / (num_microbatches + num_stages - 1)
 
 
 def fewest_microbatches(num_stages: int) -> int:

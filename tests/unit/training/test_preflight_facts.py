@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from megastable.config import StdlibSourceConfig, TextSourceConfig
 from megastable.core.batch_rampup import BatchRampup, LinearRamp
-from megastable.training.preflight.batches import MOST_IDLE, bubble, fewest_microbatches
+from megastable.core.pipeline_cost import bubble
+from megastable.training.preflight.batches import MOST_IDLE, fewest_microbatches
 from megastable.training.preflight.corpus import LocalText, look_at_text
 from megastable.training.preflight.customs import PEAK_LEARNING_RATES, SIZE_CLASSES, customary_peak_lr, size_class
 from megastable.training.preflight.gpus import installed_gpus

@@ -1,0 +1,145 @@
+"""The forecast of one run on its layout: every phase of the ramp, its time, and the memory of every stage."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megastable.core.batch_rampup import RampPhase
+from megastable.core.flops import tflops_per_device
+from megastable.core.memory import MemoryUse
+from megastable.core.pipeline_cost import PipelineCost, bubble
+from megastable.training.plan_report.assumptions import Machine
+from megastable.training.plan_report.memory import stage_memory
+from megastable.training.plan_report.timing import relative_cost, step_cost
+from megastable.training.run_plan import RunPlan
+
+
+@dataclass(frozen=True)
+class PhaseSpeed:
+    """How fast the steps of one phase are expected to be."""
+
+    step_seconds: float
+    tflops_per_device: float
+    """Of model operations."""
+    hardware_tflops_per_device: float
+    """With recomputation and the padded vocabulary."""
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class PhaseForecast:
+    """One phase of the ramp."""
+
+    phase: RampPhase
+    bubble: float
+    """(p - 1) / (m + p - 1), of equal stages."""
+    idle_share: float
+    """Of the stages as they are: the bubble, and what unequal stages add."""
+    speed: PhaseSpeed | None
+    """None where the device is not known."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run will take."""
+
+    plan: RunPlan
+    machine: Machine | None
+    phases: list[PhaseForecast]
+    memory: list[MemoryUse]
+    """Of one device of every stage, from the first to the last."""
+
+    @property
+    def seconds_to_train(self) -> float | None:
+        """All steps; None where the device is not known."""
+        if self.machine is None:
+            return None
+        return sum(entry.phase.num_steps * entry.speed.step_seconds for entry in self.phases if entry.speed)
+
+    @property
+    def fullest_stage(self) -> int:
+        """The stage whose devices need most memory."""
+        return max(range(len(self.memory)), key=lambda stage: self.memory[stage].total)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every stage fits its devices; None where the device is not known."""
+        if self.machine is None:
+            return None
+        return self.memory[self.fullest_stage].total <= self.machine.device.usable_bytes
+
+    @property
+    def assumptions(self) -> list[str]:
+        """What the numbers rest on."""
+        always = ["memory is counted from the code, not measured; the allocator's fragments come on top"]
+        if self.machine is None:
+            return ["no device is named, so times and speeds are unknown; name one with --device", *always]
+        return [*self.machine.assumptions(self.plan.run.number_format), *always]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; null is what is not known."""
+        layout, length, machine = self.plan.layout, self.plan.length, self.machine
+        return {
+            "layout": {**asdict(layout), "world_size": layout.world_size},
+            "total_steps": length.total_steps,
+            "total_samples": length.total_samples,
+            "total_tokens": length.total_samples * self.plan.run.megastable.model.seq_length,
+            "ramp": [
+                {"first_step": entry.first_step, "first_sample": entry.first_sample, **asdict(entry.batch)}
+                for entry in self.plan.phases
+            ],
+            "phases": [_phase_as_dict(entry) for entry in self.phases],
+            "seconds_to_train": self.seconds_to_train,
+            "device": asdict(machine.device) if machine else None,
+            "efficiency": machine.efficiency if machine else None,
+            "memory": [{"stage": stage, **use.by_kind()} for stage, use in enumerate(self.memory)],
+            "fits": self.fits,
+            "assumptions": self.assumptions,
+        }
+
+
+def forecast(plan: RunPlan, machine: Machine | None) -> Forecast:
+    """Forecast a planned run; without a machine only what does not depend on one."""
+    cost = step_cost(plan, machine) if machine else None
+    shares = cost or relative_cost(plan)
+    phases = [_forecast_phase(plan, phase, shares, cost) for phase in plan.phases]
+    return Forecast(plan, machine, phases, stage_memory(plan, on_cpu=machine is not None and machine.on_cpu))
+
+
+def _forecast_phase(plan: RunPlan, phase: RampPhase, shares: PipelineCost, cost: PipelineCost | None) -> PhaseForecast:
+    batch = phase.batch
+    return PhaseForecast(
+        phase=phase,
+        bubble=bubble(plan.layout.num_stages, batch.num_microbatches),
+        idle_share=shares.idle_share(batch.micro_batch_size, batch.num_microbatches),
+        speed=phase_speed(plan, phase, cost) if cost else None,
+    )
+
+
+def phase_speed(plan: RunPlan, phase: RampPhase, cost: PipelineCost) -> PhaseSpeed:
+    """The speed of the steps of a phase at a cost."""
+    batch, devices = phase.batch, plan.layout.world_size
+    seconds = cost.step_seconds(batch.micro_batch_size, batch.num_microbatches)
+
+    def tflops(flops_per_sample: int) -> float:
+        return tflops_per_device(flops_per_sample, batch.global_batch_size, seconds, devices)
+
+    return PhaseSpeed(
+        step_seconds=seconds,
+        tflops_per_device=tflops(plan.model_flops_per_sample),
+        hardware_tflops_per_device=tflops(plan.hardware_flops_per_sample),
+        tokens_per_second=batch.global_batch_size * plan.run.megastable.model.seq_length / seconds,
+    )
+
+
+def _phase_as_dict(entry: PhaseForecast) -> dict[str, Any]:
+    speed = dict.fromkeys(PhaseSpeed.__dataclass_fields__) if entry.speed is None else asdict(entry.speed)
+    return {
+        "first_step": entry.phase.first_step,
+        "num_steps": entry.phase.num_steps,
+        "bubble": entry.bubble,
+        "idle_share": entry.idle_share,
+        **speed,
+        "seconds": None if entry.speed is None else entry.phase.num_steps * entry.speed.step_seconds,
+    }

@@ -1,0 +1,113 @@
+"""The cost of a step, from the operations and messages of every stage and the figures of a device.
+
+Computing: a pass's operations at the machine's speed. Sending: the volumes of ring collectives, 2 (n - 1) / n of what
+is summed and (n - 1) / n of what is gathered, at the speed of the slowest link on the way, without overlap.
+"""
+
+from __future__ import annotations
+
+from megastable.core.flops import BACKWARD_FORWARD_RATIO
+from megastable.core.layout import ParallelLayout
+from megastable.core.parameters import StageLayers, stage_parameters
+from megastable.core.pipeline_cost import MicroBatchTime, PipelineCost, StageTime
+from megastable.training.plan_report.assumptions import Machine
+from megastable.training.plan_report.formats import communication_bytes, number_format
+from megastable.training.plan_report.stages import (
+    forward_flops_per_sample,
+    model_parts,
+    recomputed_flops_per_sample,
+    stages_of,
+)
+from megastable.training.run_plan import RunPlan, model_shape
+
+SUMS_PER_BLOCK = 2
+"""One for each half block, forward; as many backward (Shoeybi et al., arXiv 1909.08053, section 3)."""
+UPDATE_TOUCHES_BYTES = 28
+"""Of a weight's fp32 state in one Adam update: gradient read; weight and two moments read and written."""
+
+
+def step_cost(plan: RunPlan, machine: Machine) -> PipelineCost:
+    """The cost of the run's steps on its layout."""
+    stages = stages_of(plan.run.megastable.model.num_layers, plan.layout)
+    return PipelineCost(
+        stages=tuple(_stage_time(plan, stage, machine) for stage in stages),
+        transfer=MicroBatchTime(seconds_per_sample=_seconds_between_stages(plan, machine)),
+        fixed_seconds=max(_fixed_seconds(plan, stage, machine) for stage in stages),
+    )
+
+
+def relative_cost(plan: RunPlan) -> PipelineCost:
+    """The stages' shares of the work, in operations instead of seconds: enough to tell how long they wait."""
+    shape, recomputes = model_shape(plan.run.megastable.model), plan.run.megastable.pipeline.activation_checkpointing
+    times = []
+    for stage in stages_of(shape.num_layers, plan.layout):
+        forward = forward_flops_per_sample(shape, stage)
+        again = recomputed_flops_per_sample(shape, stage) if recomputes else 0
+        times.append(_of_sample(forward, BACKWARD_FORWARD_RATIO * forward + again))
+    return PipelineCost(tuple(times))
+
+
+def _of_sample(forward: float, backward: float) -> StageTime:
+    return StageTime(MicroBatchTime(seconds_per_sample=forward), MicroBatchTime(seconds_per_sample=backward))
+
+
+def _stage_time(plan: RunPlan, stage: StageLayers, machine: Machine) -> StageTime:
+    settings = plan.run.megastable
+    shape, recomputes = model_shape(settings.model), settings.pipeline.activation_checkpointing
+    ranks = plan.layout.tensor_parallel_size
+    per_flop = machine.seconds_per_flop(plan.run.number_format) / ranks
+    forward = forward_flops_per_sample(shape, stage) * per_flop
+    backward = BACKWARD_FORWARD_RATIO * forward
+    one_sum = _seconds_of_a_tensor_sum(plan, machine)
+    sums = SUMS_PER_BLOCK * stage.num_blocks
+    forward += (sums + stage.is_first) * one_sum
+    backward += (sums + stage.is_last) * one_sum
+    if settings.tensor_parallel.sequence_parallel:
+        backward += sums * one_sum / 2  # the input of every half block is gathered once more
+    if recomputes:
+        backward += recomputed_flops_per_sample(shape, stage) * per_flop + sums * one_sum
+    return _of_sample(forward, backward)
+
+
+def _stream_bytes(plan: RunPlan) -> int:
+    """The residual stream of one sample."""
+    model = plan.run.megastable.model
+    return model.seq_length * model.hidden_size * number_format(plan.run).weight_bytes
+
+
+def _seconds_of_a_tensor_sum(plan: RunPlan, machine: Machine) -> float:
+    ranks = plan.layout.tensor_parallel_size
+    return 2 * (ranks - 1) / ranks * _stream_bytes(plan) * _seconds_per_byte(machine, span=ranks)
+
+
+def _seconds_between_stages(plan: RunPlan, machine: Machine) -> float:
+    layout = plan.layout
+    sliced = layout.tensor_parallel_size if plan.run.megastable.tensor_parallel.sequence_parallel else 1
+    return _stream_bytes(plan) / sliced * _seconds_per_byte(machine, span=layout.world_size)
+
+
+def _fixed_seconds(plan: RunPlan, stage: StageLayers, machine: Machine) -> float:
+    """Gradients summed over the replicas, a share of the weights updated, all of them gathered."""
+    settings, layout = plan.run.megastable, plan.layout
+    weights = stage_parameters(
+        model_shape(settings.model), model_parts(settings.model), stage, layout.tensor_parallel_size
+    )
+    replicas = layout.data_parallel_size
+    travelling = 2 * communication_bytes(plan.run) + number_format(plan.run).weight_bytes
+    per_byte = _seconds_per_byte(machine, span=_replica_span(layout))
+    seconds = (replicas - 1) / replicas * weights * travelling * per_byte
+    if machine.device.memory_gb_per_second is not None:
+        seconds += weights / replicas * UPDATE_TOUCHES_BYTES / (machine.device.memory_gb_per_second * 1e9)
+    return seconds
+
+
+def _replica_span(layout: ParallelLayout) -> int:
+    """Ranks from the first to the last copy of a stage's weights, which stand side by side."""
+    return layout.data_parallel_size * layout.tensor_parallel_size
+
+
+def _seconds_per_byte(machine: Machine, span: int) -> float:
+    """Of the slowest link among ``span`` neighbouring ranks; 0 where it is not known."""
+    device = machine.device
+    speed = device.node_gb_per_second if span <= device.devices_per_node else device.network_gb_per_second
+    return 0.0 if speed is None else 1 / (speed * 1e9)

@@ -1,0 +1,142 @@
+"""Bytes by kind: small cases by hand, and what may only grow with what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megastable.core.activations import ActivationSettings, activation_bytes, block_bytes_per_token
+from megastable.core.flops import ModelShape
+from megastable.core.memory import COPIES_CHECK_BYTES, MemoryUse, NumberFormat, memory_use
+from megastable.core.parameters import ModelParts, StageLayers, num_parameters, stage_parameters
+from megastable.training.plan_report.formats import FORMATS
+from tests.unit.core.test_flops import BLOOM
+
+quick = settings(max_examples=25, deadline=None)
+PARTS = ModelParts(tie_embeddings=True, learned_positions=False, embedding_norm=True, norm_has_bias=True)
+MIDDLE = StageLayers(6, is_first=False, is_last=False)
+SMALL_VOCABULARY = replace(BLOOM, vocab_size=1024, padded_vocab_size=1024)
+"""So that the blocks, not the ends of the model, hold most at the peak."""
+BF16 = ActivationSettings(element_bytes=2, recomputed=False)
+
+
+def use(number_format: NumberFormat, **changes: Any) -> MemoryUse:
+    """Of a thousand weights on two replicas, with changes."""
+    values: dict[str, Any] = {
+        "num_parameters": 1000, "data_parallel_size": 2, "reduce_bucket_size": 1000, "communication_bytes": 4,
+        "activations": 500.0, **changes,
+    }  # fmt: skip
+    return memory_use(number_format, **values)
+
+
+@pytest.mark.parametrize(
+    ("formats", "state"),
+    [
+        (("fp32", "fp32"), (4000, 4000, 2000, 4000)),
+        (("bf16", "fp32"), (2000, 4000, 2000, 4000)),
+        (("bf16", "bf16"), (2000, 2000, 2000, 4000)),
+        (("fp16", "fp32"), (2000, 6000, 2000, 4000)),
+    ],
+)
+def test_the_state_of_a_thousand_weights_on_two_replicas(formats: tuple[str, str], state: tuple[int, ...]) -> None:
+    own = use(FORMATS[formats])
+    assert (own.weights, own.gradients, own.master_weights, own.moments) == state
+    assert own.total == sum(state) + max(own.activations + own.buffers, own.update)
+
+
+def test_the_gradient_buffer_is_there_once_in_the_backward_pass_and_twice_to_reduce() -> None:
+    own = use(FORMATS["fp32", "fp32"])
+    assert own.buffers - COPIES_CHECK_BYTES == 4000
+    assert own.update - COPIES_CHECK_BYTES == 8000
+    assert use(FORMATS["bf16", "fp32"]).buffers == COPIES_CHECK_BYTES
+
+
+@quick
+@given(st.sampled_from(sorted(FORMATS)), st.integers(1, 10**9), st.integers(1, 64), st.integers(0, 10**9))
+def test_memory_grows_with_weights_and_activations_and_falls_with_replicas(
+    formats: tuple[str, str], weights: int, replicas: int, activations: int
+) -> None:
+    def total(**changes: Any) -> float:
+        values = {"num_parameters": weights, "data_parallel_size": replicas, "activations": activations, **changes}
+        return use(FORMATS[formats], **values).total
+
+    # Over half a billion weights the flat sums are no longer copied, so that is looked at from both sides alone.
+    assert total(num_parameters=weights + 1) >= total() or formats == ("bf16", "fp32")
+    assert total(activations=activations + 1) >= total()
+    assert total(data_parallel_size=replicas + 1) <= total()
+
+
+def test_a_block_of_multi_head_attention_keeps_18_elements_a_token_and_hidden_unit() -> None:
+    log_sums = 4 * BLOOM.num_attention_heads
+    assert block_bytes_per_token(BLOOM, BF16) == 18 * BLOOM.hidden_size * 2 + log_sums
+
+
+def activations(
+    shape: ModelShape = BLOOM, stage: StageLayers = MIDDLE, batch: Any = (1, 8, 4), **changes: Any
+) -> float:
+    """Of a middle stage with changes; ``batch`` is micro-batch size, micro-batches and how many are in flight."""
+    return activation_bytes(shape, PARTS, stage, replace(BF16, **changes), *batch)
+
+
+@quick
+@given(st.integers(1, 8), st.integers(1, 16), st.booleans(), st.booleans(), st.sampled_from([1, 2, 4]), st.booleans())
+def test_activations_grow_with_what_makes_them(
+    size: int, in_flight: int, recomputed: bool, first: bool, ranks: int, last: bool
+) -> None:
+    stage = StageLayers(4, is_first=first, is_last=last)
+
+    def own(batch: tuple[int, int, int] = (size, 16, in_flight), layers: StageLayers = stage, **changes: Any) -> float:
+        return activations(
+            SMALL_VOCABULARY,
+            stage=layers,
+            batch=batch,
+            **{"recomputed": recomputed, "tensor_parallel_size": ranks, **changes},
+        )
+
+    assert own((size + 1, 16, in_flight)) > own()
+    assert own((size, 16, in_flight + 1)) > own()
+    assert own(layers=replace(stage, num_blocks=5)) > own()
+    assert own(element_bytes=4) > own()
+    assert own(dropout=True) >= own()
+    assert own(math_attention=True) > own()
+    assert own(tensor_parallel_size=2 * ranks) < own()
+    if ranks > 1:
+        assert own(sequence_parallel=True) < own()
+    if in_flight > 1:
+        assert own(recomputed=True) < own(recomputed=False)
+
+
+def test_recomputation_keeps_the_inputs_of_blocks_alone() -> None:
+    def of_one_more(recomputed: bool) -> float:
+        return activations(batch=(1, 16, 9), recomputed=recomputed) - activations(
+            batch=(1, 16, 8), recomputed=recomputed
+        )
+
+    stream = BLOOM.seq_length * BLOOM.hidden_size * 2
+    assert of_one_more(recomputed=True) == (6 + 2) * stream  # six inputs, what was received, what was sent
+    assert of_one_more(recomputed=False) == 6 * BLOOM.seq_length * block_bytes_per_token(BLOOM, BF16) + 2 * stream
+
+
+@quick
+@given(st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.integers(1, 7))
+def test_stages_hold_the_whole_model_and_a_tied_head_is_a_copy(
+    tied: bool, learned: bool, embedding_norm: bool, bias: bool, cut: int
+) -> None:
+    shape = replace(BLOOM, num_layers=8)
+    parts = ModelParts(tied, learned, embedding_norm, bias)
+    halves = (StageLayers(cut, True, False), StageLayers(8 - cut, False, True))
+    whole = num_parameters(
+        shape, tie_embeddings=tied, learned_positions=learned, embedding_norm=embedding_norm, norm_has_bias=bias
+    )
+    copied = shape.padded_vocab_size * shape.hidden_size if tied else 0
+    assert sum(stage_parameters(shape, parts, half) for half in halves) == whole + copied
+
+
+def test_tensor_ranks_share_matrices_and_keep_norms_and_row_biases_whole() -> None:
+    one, four = (stage_parameters(BLOOM, PARTS, MIDDLE, ranks) for ranks in (1, 4))
+    whole = 6 * 6 * BLOOM.hidden_size  # per block two norms with biases and two row-parallel biases
+    assert four == (one - whole) // 4 + whole

@@ -72,7 +72,7 @@ class Forecast:
     @property
     def assumptions(self) -> list[str]:
         """What the numbers rest on."""
-        always = ["memory is counted from the code, not measured; the allocator's fragments come on top"]
+        always = ["memory is counted from the code (beside measured steps in docs/planning.md); fragments come on top"]
         if self.machine is None:
             return ["no device is named, so times and speeds are unknown; name one with --device", *always]
         return [*self.machine.assumptions(self.plan.run.number_format), *always]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def test_the_suggested_warmup_is_taken() -> None:
     """Whatever the ramp, the rule is silent on both ends that it suggests."""
     overrides = (ramp(128, 512, 100_000), f"{M}.lr_schedule.warmup=0")
     (finding,) = findings_of("warmup_has_customary_length", review_of(*overrides))
-    ends = [int(word) for word in finding.suggestion.split() if word.isdigit()]
+    ends = [int(digits) for digits in re.findall(r"\d+", finding.suggestion)]
     assert len(ends) == 2
     for end in ends:
         again = review_of(overrides[0], f"{M}.lr_schedule.warmup={end}")

@@ -11,47 +11,16 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from torch import Tensor
+from synthetic import random_micro_batches, small_run
 
-from megastable.config import RunConfig, run_from_dict
 from megastable.core.launch import Launch
 from megastable.engine.process_group import connected
 from megastable.engine.training_engine import TrainingEngine
 from megastable.training.run_plan import RunPlan
 
 DEFAULT_INTERVAL, DEFAULT_CONSISTENCY_INTERVAL = 10, 100
-
-
-def benchmark_run(arguments: argparse.Namespace, world_size: int) -> RunConfig:
-    """The measured model: a stage a process, fp32."""
-    return run_from_dict(
-        {
-            "train_micro_batch_size_per_gpu": 2,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            "megastable": {
-                "model": {
-                    "num_layers": arguments.layers, "hidden_size": arguments.hidden, "seq_length": arguments.seq_length,
-                    "num_attention_heads": arguments.hidden // 64, "vocab_size": 2048,
-                },
-                "pipeline": {"num_stages": world_size},
-                "batch_rampup": {"final": arguments.batch},
-                "data": {"source": {"type": "stdlib"}},
-                "training": {"total_steps": 1000},
-            },
-        }
-    )  # fmt: skip
-
-
-def micro_batches(plan: RunPlan) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
-    """One step's worth of random tokens."""
-    batch, size = plan.ramp.at(0), plan.run.megastable.model
-    for _ in range(batch.num_microbatches):
-        ids = torch.randint(0, size.vocab_size, (batch.micro_batch_size, size.seq_length))
-        yield ids, (ids, torch.tensor(float(ids.numel())))
 
 
 def main() -> None:
@@ -65,7 +34,7 @@ def main() -> None:
     arguments = parser.parse_args()
     launch = Launch.detect(os.environ)
     with connected(launch):
-        run = benchmark_run(arguments, launch.world_size)
+        run = small_run(arguments, arguments.batch, pipeline={"num_stages": launch.world_size})
         plan = RunPlan.of(run, launch.world_size)
         engine = TrainingEngine(run, plan.layout, plan.ramp, Path(tempfile.gettempdir()))
         seconds: dict[str, list[float]] = defaultdict(list)
@@ -73,7 +42,7 @@ def main() -> None:
             for kind in ("unwatched", "watched"):
                 engine.rampup_hook.before_step(0)
                 started = time.perf_counter()
-                engine.train_batch(micro_batches(plan), 1e-4, watch=kind == "watched")
+                engine.train_batch(random_micro_batches(plan), 1e-4, watch=kind == "watched")
                 if turn > 0:  # the first step of each sets things up
                     seconds[kind].append(time.perf_counter() - started)
             _, check_seconds = engine.check_consistency()

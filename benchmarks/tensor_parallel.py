@@ -11,14 +11,14 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from synthetic import random_micro_batches, small_run
 from torch import Tensor
 
-from megastable.config import RunConfig, run_from_dict
 from megastable.core.launch import Launch
 from megastable.engine.process_group import connected
 from megastable.engine.tensor_group import ProcessTensorGroup
@@ -62,34 +62,6 @@ def time_collectives(seconds: dict[str, float]) -> None:
         setattr(ProcessTensorGroup, name, timed(getattr(ProcessTensorGroup, name)))
 
 
-def benchmark_run(arguments: argparse.Namespace, tensor: dict[str, Any]) -> RunConfig:
-    """The measured model on one of the layouts."""
-    return run_from_dict(
-        {
-            "train_micro_batch_size_per_gpu": 2,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            "megastable": {
-                "model": {
-                    "num_layers": arguments.layers, "hidden_size": arguments.hidden, "seq_length": arguments.seq_length,
-                    "num_attention_heads": arguments.hidden // 64, "vocab_size": 2048,
-                },
-                "tensor_parallel": tensor,
-                "batch_rampup": {"final": 8},
-                "data": {"source": {"type": "stdlib"}},
-                "training": {"total_steps": 1000},
-            },
-        }
-    )  # fmt: skip
-
-
-def micro_batches(plan: RunPlan) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
-    """One step's worth of random tokens."""
-    batch, size = plan.ramp.at(0), plan.run.megastable.model
-    for _ in range(batch.num_microbatches):
-        ids = torch.randint(0, size.vocab_size, (batch.micro_batch_size, size.seq_length))
-        yield ids, (ids, torch.tensor(float(ids.numel())))
-
-
 def saved_megabytes(engine: TrainingEngine, plan: RunPlan) -> float:
     """What one micro-batch leaves behind for its backward pass on this rank, parameters not counted."""
     storages: dict[int, int] = {}
@@ -101,7 +73,7 @@ def saved_megabytes(engine: TrainingEngine, plan: RunPlan) -> float:
             storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    ids, _ = next(micro_batches(plan))
+    ids, _ = next(random_micro_batches(plan))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         hidden = engine.deepspeed.module(ids)
     del hidden
@@ -122,7 +94,7 @@ def main() -> None:
     with connected(launch):
         engines = {}
         for name, tensor in LAYOUTS.items():
-            run = benchmark_run(arguments, tensor)
+            run = small_run(arguments, batch=8, tensor_parallel=tensor)
             plan = RunPlan.of(run, launch.world_size)
             engines[name] = plan, TrainingEngine(run, plan.layout, plan.ramp, Path(tempfile.gettempdir()))
         saved = {name: saved_megabytes(engine, plan) for name, (plan, engine) in engines.items()}
@@ -132,7 +104,7 @@ def main() -> None:
             for name, (plan, engine) in engines.items():
                 seconds["tensor"] = 0.0
                 engine.rampup_hook.before_step(0)
-                result = engine.train_batch(micro_batches(plan), 1e-4)
+                result = engine.train_batch(random_micro_batches(plan), 1e-4)
                 if turn > 0:  # the first step of each sets things up
                     steps[name].append(result.step_seconds)
                     shares[name].append(seconds["tensor"] / result.step_seconds)

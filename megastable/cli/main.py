@@ -111,7 +111,8 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one object instead of tables")] = False,
 ) -> None:
-    """Tell what a run will take before it is launched: steps, time, memory. No GPU, nothing written.
+    """Tell what a run will take before it is launched: steps, time, memory. No GPU, and nothing is
+    written but the picture that --plot asks for.
 
     The ramp is expanded as training will do it: the first step and sample of
     every batch, its micro-batches, and the share of the time that a pipeline

@@ -26,7 +26,7 @@ from megastable.engine.pipeline_module import GptPipeline
 from megastable.engine.rampup_hook import BatchRampupHook
 from megastable.engine.random_state import seed_rank
 from megastable.engine.tensor_group import partial_parameters
-from megastable.engine.weight_report import weight_kinds
+from megastable.engine.weight_report import WeightKind, weight_kinds
 
 LARGEST_BUCKET = 500_000_000
 """Elements; DeepSpeed's own default. A small model gets a bucket of its own size, which is allocated every step."""
@@ -39,7 +39,6 @@ class TrainingEngine:
         deepspeed: DeepSpeed's own engine.
         writers: DeepSpeed's TensorBoard, W&B, Comet and CSV writers, silent unless told to write.
         stage, replica: where this rank stands.
-        initial_weights: the std of every kind of weight before anything was trained or loaded.
     """
 
     def __init__(self, run: RunConfig, layout: ParallelLayout, ramp: BatchRampup, run_dir: Path) -> None:
@@ -69,7 +68,7 @@ class TrainingEngine:
         self._scaled = run.fp16.enabled
         self._watch = LayerWatch(engine, optimizer, module, run)
         self._consistency = ConsistencyCheck(engine, optimizer, layout)
-        self.initial_weights = weight_kinds(module, run)
+        self._run = run
         seed_rank(run.megastable.training.seed, self.stage, self.replica, engine.grid.get_tensor_model_parallel_rank())
 
     @property
@@ -107,6 +106,10 @@ class TrainingEngine:
             step_seconds=step_seconds,
             watched=self._watch.finish(step_seconds) if watch else None,
         )
+
+    def weight_kinds(self) -> list[WeightKind]:
+        """The std of every kind of weight as it is now, beside the formula that fresh ones are drawn by."""
+        return weight_kinds(self.deepspeed.module, self._run)
 
     def check_consistency(self) -> tuple[list[str], float]:
         """Compare what should be equal on several ranks: what differs, see ``ConsistencyCheck``, and the seconds."""

@@ -59,8 +59,9 @@ def formula_std(layer: nn.Module, module: DrawnModule, run: RunConfig) -> float:
 
 def measured_moments(module: DrawnModule) -> tuple[int, float, float]:
     """Number, sum and sum of squares of this rank's part of the matrix."""
-    weight = module.weight.detach().double()
-    return weight.numel(), float(weight.sum()), float(weight.square().sum())
+    weight = module.weight.detach()
+    norm = torch.linalg.vector_norm(weight, dtype=torch.float64)
+    return weight.numel(), float(weight.sum(dtype=torch.float64)), float(norm) ** 2
 
 
 def weight_seed(seed: int, layer_index: int, name: str) -> int:

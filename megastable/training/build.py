@@ -66,7 +66,8 @@ def _train_connected(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoin
         folder.write_config(plan.run)
     recorder = _make_recorder(plan, launch, folder, engine, state)
     with recorder:
-        for line in introduction(plan, corpus, folder, checkpoint, state, engine.initial_weights):
+        weights = engine.weight_kinds() if checkpoint is None else []
+        for line in introduction(plan, corpus, folder, checkpoint, state, weights):
             recorder.note(line)
         saved_run = run_as_dict(plan.run)
         last_eval_loss = train_steps(

@@ -104,7 +104,10 @@ def watch_activations(model: ReferenceModel, names: list[str], seen: dict[str, d
     for name, (forward, module) in zip(names, model.forwards, strict=True):
 
         def keep(_: nn.Module, inputs: Any, output: Tensor, name: str = name) -> None:
-            largest = max(float(inputs[0].abs().max()) if name.startswith("block") else 0.0, float(output.abs().max()))
+            largest = max(
+                float(inputs[0].detach().abs().max()) if name.startswith("block") else 0.0,
+                float(output.detach().abs().max()),
+            )
             seen[name]["max_activation"] = max(seen[name].get("max_activation", 0.0), largest)
 
         def keep_output(_: nn.Module, inputs: Any, output: Tensor, name: str = name) -> None:

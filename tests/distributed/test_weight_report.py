@@ -31,7 +31,7 @@ def reported_weights() -> dict[str, Any]:
         }
         _, engine = build_engine(tiny_run(**RUN, **parallel))
         found[f"{num_stages} x {tensor_size}"] = {
-            kind.name: [kind.formula_std, kind.measured_std] for kind in engine.initial_weights
+            kind.name: [kind.formula_std, kind.measured_std] for kind in engine.weight_kinds()
         }
     return found
 

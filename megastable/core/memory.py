@@ -1,7 +1,7 @@
 """Bytes on one device of a run under DeepSpeed's ZeRO-1, by kind.
 
-Counted from DeepSpeed 0.19.8: ``DeepSpeedZeroOptimizer`` (fp32, fp16, bf16) and ``BF16_Optimizer`` (bf16, fp32 sums).
-Both keep an fp32 copy of their share of the weights, in an fp32 run as well.
+Counted from ``engine.weight_update`` and from DeepSpeed 0.19.8's optimizers: ``DeepSpeedZeroOptimizer`` (fp32, fp16,
+bf16) and ``BF16_Optimizer`` (bf16, fp32 sums). Both keep an fp32 copy of their share of the weights, in an fp32 run as well.
 """
 
 from __future__ import annotations
@@ -76,7 +76,12 @@ def memory_use(
         activations: see ``activation_bytes``.
     """
     share = num_parameters / data_parallel_size
-    bucket = 0 if number_format.flat_fp32_sums else reduce_bucket_size * communication_bytes
+    alone = data_parallel_size == 1  # then nothing is reduced, see ``engine.weight_update``
+    bucket = 0 if number_format.flat_fp32_sums or alone else reduce_bucket_size * communication_bytes
+    if not number_format.flat_fp32_sums:
+        update = _separate_update(number_format, num_parameters, share, bucket)
+    else:
+        update = 0.0 if alone else _flat_update(num_parameters, communication_bytes)
     return MemoryUse(
         weights=num_parameters * number_format.weight_bytes,
         gradients=num_parameters * number_format.gradient_bytes,
@@ -84,12 +89,7 @@ def memory_use(
         moments=share * FP32_BYTES * MOMENTS,
         activations=activations,
         buffers=bucket + COPIES_CHECK_BYTES,
-        update=COPIES_CHECK_BYTES
-        + (
-            _flat_update(num_parameters, communication_bytes)
-            if number_format.flat_fp32_sums
-            else _zero_update(number_format, num_parameters, data_parallel_size, bucket)
-        ),
+        update=COPIES_CHECK_BYTES + update,
     )
 
 
@@ -100,12 +100,8 @@ def _flat_update(num_parameters: int, communication_bytes: int) -> float:
     return float(copied + narrowed)
 
 
-def _zero_update(
-    number_format: NumberFormat, num_parameters: int, data_parallel_size: int, bucket_bytes: float
-) -> float:
+def _separate_update(number_format: NumberFormat, num_parameters: int, share: float, bucket_bytes: float) -> float:
     """``DeepSpeedZeroOptimizer``: the pipeline engine allocates its gradient buffer a second time to reduce; later the
-    device's share of the gradients is flattened and widened, when the others are gone."""
-    share = num_parameters / data_parallel_size
-    flattened = number_format.weight_bytes if number_format.weight_bytes < FP32_BYTES else 0
+    device's share of the gradients is widened, when the others are gone."""
     gone = (num_parameters - share) * number_format.gradient_bytes
-    return max(2 * bucket_bytes, share * (flattened + FP32_BYTES) - gone)
+    return max(2 * bucket_bytes, share * FP32_BYTES - gone)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megastable.core.layout import ParallelLayout
-from megastable.engine.flat_partitions import flat_partitions
+from megastable.engine.flat_partitions import FlatPartition
 from megastable.engine.pipeline_module import GptPipeline
 from megastable.engine.tensor_group import is_split
 
@@ -25,9 +25,9 @@ CHUNK_ELEMENTS = 2**20
 class ConsistencyCheck:
     """``differences`` compares all copies; collective."""
 
-    def __init__(self, engine: Any, optimizer: Any, layout: ParallelLayout) -> None:
+    def __init__(self, engine: Any, partitions: list[FlatPartition], layout: ParallelLayout) -> None:
         self._module: GptPipeline = engine.module
-        self._optimizer, self._layout, self._grid = optimizer, layout, engine.grid
+        self._partitions, self._layout, self._grid = partitions, layout, engine.grid
         generator = torch.Generator().manual_seed(1)
         weights = torch.randint(-(2**62), 2**62, (CHUNK_ELEMENTS,), generator=generator) | 1
         self._hash_weights = weights.to(engine.device)
@@ -76,8 +76,9 @@ class ConsistencyCheck:
     def _differing_masters(self) -> Iterator[str]:
         """A line for every 16-bit weight on this rank that is not its fp32 master, rounded."""
         names, rank = self._names(), self._layout.describe(dist.get_rank())
-        for master, group in flat_partitions(self._optimizer):
-            for parameter in group:
+        for partition in self._partitions:
+            master = partition.master
+            for parameter in partition.parameters:
                 if parameter._hp_mapping is None:
                     continue
                 high, low = parameter._hp_mapping.hp_fragment_address, parameter._hp_mapping.lp_fragment_address

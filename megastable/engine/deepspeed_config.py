@@ -18,8 +18,8 @@ def deepspeed_config(run: RunConfig, batch: Batch, run_dir: Path, reduce_bucket_
     Optimizer, schedule and ramp are left out: the engine floor builds the first and drives the others itself.
 
     Args:
-        reduce_bucket_size: elements of the gradient buffer that ZeRO allocates every step, where the file names none.
-            DeepSpeed's own default is 500 million, 2 GB in fp32 even for a tiny model.
+        reduce_bucket_size: elements of the gradient buffer that ZeRO allocates every step. DeepSpeed's own default is
+            500 million, 2 GB in fp32 even for a tiny model.
     """
     config = run.model_dump(mode="json", exclude_none=True)
     passed = ("fp16", "bf16", "data_types", "communication_data_type", *MONITOR_SECTIONS)
@@ -32,7 +32,7 @@ def deepspeed_config(run: RunConfig, batch: Batch, run_dir: Path, reduce_bucket_
     result["train_batch_size"] = batch.global_batch_size
     result["train_micro_batch_size_per_gpu"] = batch.micro_batch_size
     result["gradient_accumulation_steps"] = batch.num_microbatches
-    result["zero_optimization"] = {"reduce_bucket_size": reduce_bucket_size, **config["zero_optimization"]}
+    result["zero_optimization"] = {**config["zero_optimization"], "reduce_bucket_size": reduce_bucket_size}
     result["pipeline"] = {
         "activation_checkpoint_interval": int(run.megastable.pipeline.activation_checkpointing),
         # The reentrant form loses the gradient of an embedding inside a recomputed segment.

@@ -15,6 +15,7 @@ from megastable.config import RunConfig
 from megastable.core.records import Watched
 from megastable.engine.activation_statistics import ACTIVATION, ATTENTION_LOGIT, ActivationStatistics
 from megastable.engine.busy_time import BusyTime
+from megastable.engine.flat_partitions import FlatPartition
 from megastable.engine.pipeline_module import GptPipeline
 from megastable.engine.update_statistics import ELEMENTS, GRADIENT, UPDATE, WEIGHT, ZEROS, UpdateStatistics
 
@@ -24,12 +25,13 @@ GIB = 2.0**30
 class LayerWatch:
     """``begin`` before a step and ``finish`` after it, on every rank; between looks nothing is measured."""
 
-    def __init__(self, engine: Any, optimizer: Any, module: GptPipeline, run: RunConfig) -> None:
+    def __init__(
+        self, engine: Any, optimizer: Any, partitions: list[FlatPartition], module: GptPipeline, run: RunConfig
+    ) -> None:
         self._names = module.layer_names
         self._blocks = [name.startswith("block_") for name in self._names]
         self._format_maximum = torch.finfo(next(module.parameters()).dtype).max
-        tensor_rank = engine.grid.get_tensor_model_parallel_rank()
-        self._updates = UpdateStatistics(module, optimizer, len(self._names), run.clip_norm, tensor_rank)
+        self._updates = UpdateStatistics(module, optimizer, partitions, len(self._names), run.clip_norm)
         self._activations = ActivationStatistics(module, len(self._names), module.first_layer, engine.device)
         self._busy = BusyTime(engine)
         self._parts = (self._updates, self._activations, self._busy)

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from megastable.core.errors import UserError
 from megastable.core.launch import Launch
+from megastable.engine.host_memory import keep_freed_memory
 
 CONNECT_TIMEOUT = timedelta(minutes=10)
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -98,6 +99,7 @@ def _prepare_device(launch: Launch) -> None:
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(launch.rank), str(launch.world_size)
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
+        keep_freed_memory()
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
         return

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
@@ -34,29 +32,3 @@ def sum_partial_gradients(engine: PipelineEngine, parameters: list[nn.Parameter]
         reduce_tied_grads(self)
 
     engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: exec_reduce_tied_grads}
-
-
-def check_gradients_of_every_rank(optimizer: Any) -> None:
-    """Let one bad value on any tensor rank skip the step on all ranks.
-
-    A norm counts whole parameters on tensor rank 0 alone. In fp32, and in bf16 with fp32 sums, DeepSpeed looks at
-    nothing but the norm, so a bad value in another rank's copy would be applied there.
-    """
-    if hasattr(optimizer, "check_grad_overflow"):
-        optimizer.check_grad_overflow = True
-        return
-    step = optimizer.step
-
-    def step_if_finite(*args: Any, **kwargs: Any) -> None:
-        norms = [torch.linalg.vector_norm(flat, ord=torch.inf) for flat in optimizer.fp32_groups_gradients_flat]
-        bad = (~torch.isfinite(torch.stack(norms))).any().float()
-        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        if not bad:
-            step(*args, **kwargs)
-            return
-        optimizer.overflow = True
-        optimizer._global_grad_norm = float("inf")
-        optimizer.clear_hp_grads()
-        optimizer.clear_lp_grads()
-
-    optimizer.step = step_if_finite

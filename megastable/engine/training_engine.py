@@ -20,13 +20,16 @@ from megastable.data import MicroBatch
 from megastable.engine import tensor_gradients, upstream_fixes
 from megastable.engine.consistency import ConsistencyCheck
 from megastable.engine.deepspeed_config import deepspeed_config
+from megastable.engine.flat_partitions import flat_partitions
 from megastable.engine.layer_watch import LayerWatch
 from megastable.engine.optimizer import build_optimizer
+from megastable.engine.pipeline_instructions import move_activations_once
 from megastable.engine.pipeline_module import GptPipeline
 from megastable.engine.rampup_hook import BatchRampupHook
 from megastable.engine.random_state import seed_rank
 from megastable.engine.tensor_group import partial_parameters
 from megastable.engine.weight_report import WeightKind, weight_kinds
+from megastable.engine.weight_update import WeightUpdate
 
 LARGEST_BUCKET = 500_000_000
 """Elements; DeepSpeed's own default. A small model gets a bucket of its own size, which is allocated every step."""
@@ -44,18 +47,18 @@ class TrainingEngine:
     def __init__(self, run: RunConfig, layout: ParallelLayout, ramp: BatchRampup, run_dir: Path) -> None:
         deepspeed_logger.setLevel(logging.WARNING)
         module = GptPipeline(run, layout)
-        num_parameters = sum(parameter.numel() for parameter in module.parameters())
         engine, optimizer, _, _ = deepspeed.initialize(
             model=module,
             optimizer=build_optimizer(module, run),
-            config=deepspeed_config(run, ramp.at(0), run_dir, reduce_bucket_size=min(num_parameters, LARGEST_BUCKET)),
+            config=deepspeed_config(run, ramp.at(0), run_dir, _bucket_size(module, run, layout)),
             dist_init_required=False,
         )
-        upstream_fixes.grow_loss_scale_after_update(optimizer)
+        partitions = flat_partitions(optimizer, engine.grid.get_tensor_model_parallel_rank())
+        WeightUpdate(engine, optimizer, partitions)
+        move_activations_once(engine)
         upstream_fixes.skip_at_minimum_scale(optimizer)
         upstream_fixes.reduce_tied_gradients_where_they_are(engine)
         if layout.tensor_parallel_size > 1:
-            tensor_gradients.check_gradients_of_every_rank(optimizer)
             partial = partial_parameters(module, run.megastable.tensor_parallel.sequence_parallel)
             tensor_gradients.sum_partial_gradients(engine, partial)
         self.deepspeed = engine
@@ -66,8 +69,8 @@ class TrainingEngine:
         self.stage: int = engine.grid.get_stage_id()
         self.replica: int = engine.grid.get_data_parallel_id()
         self._scaled = run.fp16.enabled
-        self._watch = LayerWatch(engine, optimizer, module, run)
-        self._consistency = ConsistencyCheck(engine, optimizer, layout)
+        self._watch = LayerWatch(engine, optimizer, partitions, module, run)
+        self._consistency = ConsistencyCheck(engine, partitions, layout)
         self._run = run
         seed_rank(run.megastable.training.seed, self.stage, self.replica, engine.grid.get_tensor_model_parallel_rank())
 
@@ -123,6 +126,14 @@ class TrainingEngine:
             micro_batches: ``num_micro_batches`` items of the current micro-batch size on ranks that need data.
         """
         return float(self.deepspeed.eval_batch(micro_batches, num_micro_batches=num_micro_batches))
+
+
+def _bucket_size(module: GptPipeline, run: RunConfig, layout: ParallelLayout) -> int:
+    """Elements of ZeRO's gradient buffer; one replica does not reduce, but DeepSpeed allocates it all the same."""
+    if layout.data_parallel_size == 1:
+        return 1
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    return run.zero_optimization.reduce_bucket_size or min(num_parameters, LARGEST_BUCKET)
 
 
 class SilentMonitor:

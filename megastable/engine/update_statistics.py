@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megastable.core.clipping import clip_coefficient
-from megastable.engine.flat_partitions import flat_partitions
-from megastable.engine.tensor_group import is_split
+from megastable.engine.flat_partitions import FlatPartition
 
 GRADIENT, WEIGHT, UPDATE, ZEROS, ELEMENTS = range(5)
 """Columns: three sums of squares, the number of gradient elements that are zero, and of all."""
@@ -35,13 +34,15 @@ class _Partition:
 class UpdateStatistics:
     """While ``enabled``, adds up what the optimizer's next update shows; ``sums`` is (layers, 5) in fp64."""
 
-    def __init__(self, module: nn.Module, optimizer: Any, num_layers: int, clip_norm: float, tensor_rank: int) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: Any, partitions: list[FlatPartition], num_layers: int, clip_norm: float
+    ) -> None:
         """``optimizer`` is DeepSpeed's, around torch's own; ``module`` its pipeline, whose parameters are named by the
         index of their layer.
         """
         self.enabled = False
         self._optimizer, self._clip_norm = optimizer, clip_norm
-        self._partitions = _partitions(module, optimizer, tensor_rank)
+        self._partitions = _with_layers(module, partitions)
         device = self._partitions[0].flat.device
         self.sums = torch.zeros(num_layers, 5, dtype=torch.float64, device=device)
         self._before: dict[int, Tensor] = {}
@@ -52,16 +53,16 @@ class UpdateStatistics:
         """Forget the last update."""
         self.sums.zero_()
 
-    def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_update(self, *_: Any) -> None:
         if self.enabled:
-            for partition in self._stepped(optimizer):
+            for partition in self._partitions:
                 self._before[id(partition)] = partition.flat.detach().clone()
 
-    def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _after_update(self, *_: Any) -> None:
         if not self.enabled:
             return
         unclipped = 1.0 / clip_coefficient(float(self._optimizer._global_grad_norm), self._clip_norm)
-        for partition in self._stepped(optimizer):
+        for partition in self._partitions:
             before = self._before.pop(id(partition))
             if not partition.spans:
                 continue
@@ -76,30 +77,20 @@ class UpdateStatistics:
             ]
             self.sums.index_add_(0, partition.layers, torch.stack(columns, dim=1))
 
-    def _stepped(self, optimizer: torch.optim.Optimizer) -> list[_Partition]:
-        """ZeRO updates its groups one after the other."""
-        stepped = {id(flat) for group in optimizer.param_groups for flat in group["params"]}
-        return [partition for partition in self._partitions if id(partition.flat) in stepped]
-
 
 def _squares(parts: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(parts)).double().square()
 
 
-def _partitions(module: nn.Module, optimizer: Any, tensor_rank: int) -> list[_Partition]:
+def _with_layers(module: nn.Module, flat_partitions: list[FlatPartition]) -> list[_Partition]:
     layer_of = {parameter: _layer_index(name) for name, parameter in module.named_parameters()}
     partitions = []
-    for flat, group in flat_partitions(optimizer):
-        counted = [p for p in group if p._hp_mapping is not None and _counts_here(p, tensor_rank)]
+    for flat in flat_partitions:
+        counted = [p for p in flat.parameters if p._hp_mapping is not None and flat.counts_here(p)]
         spans = [p._hp_mapping.hp_fragment_address for p in counted]
-        layers = torch.tensor([layer_of[p] for p in counted], device=flat.device, dtype=torch.int64)
-        partitions.append(_Partition(flat, [(span.start, span.numel) for span in spans], layers))
+        layers = torch.tensor([layer_of[p] for p in counted], device=flat.master.device, dtype=torch.int64)
+        partitions.append(_Partition(flat.master, [(span.start, span.numel) for span in spans], layers))
     return partitions
-
-
-def _counts_here(parameter: nn.Parameter, tensor_rank: int) -> bool:
-    """True on the one rank of each replica whose copy stands for all."""
-    return not getattr(parameter, "ds_pipe_replicated", False) and (is_split(parameter) or tensor_rank == 0)
 
 
 def _layer_index(parameter_name: str) -> int:

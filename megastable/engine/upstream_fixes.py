@@ -33,34 +33,6 @@ def check_fp16_support(run: RunConfig) -> None:
     accelerator.is_fp16_supported = lambda: True
 
 
-def grow_loss_scale_after_update(optimizer: Any) -> None:
-    """Let a step that grows the loss scale unscale its gradients by the scale that they were made with.
-
-    ZeRO's ``step`` grows the scale first and then divides the gradients by the grown one, so that such a step applies
-    half its gradient. Shrinking comes with a skipped step and stays where it is. Optimizers without a scale
-    (``BF16_Optimizer``) are left alone.
-    """
-    if not hasattr(optimizer, "loss_scaler"):
-        return
-    update_scale, step = optimizer._update_scale, optimizer.step
-    grow_pending: list[bool] = []
-
-    def update_scale_or_defer(has_overflow: bool = False) -> None:
-        if has_overflow:
-            update_scale(has_overflow)
-        else:
-            grow_pending.append(True)
-
-    def step_then_grow(*args: Any, **kwargs: Any) -> None:
-        grow_pending.clear()
-        step(*args, **kwargs)
-        if grow_pending:
-            update_scale(False)
-
-    optimizer._update_scale = update_scale_or_defer
-    optimizer.step = step_then_grow
-
-
 def skip_at_minimum_scale(optimizer: Any) -> None:
     """Let a step that overflows at the minimum loss scale be skipped like any other.
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
-from torch.nn import functional as F
+
+from megastable.model.products import differentiable_linear, linear, product, weight_gradient
 
 
 class Work(Protocol):
@@ -146,7 +147,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, seq, share of in) to (batch, seq, out)."""
-        return sum_over_ranks(F.linear(x, self.weight), self.tensor) + self.bias
+        return sum_over_ranks(differentiable_linear(x, self.weight), self.tensor) + self.bias
 
 
 def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tensor: TensorGroup) -> Tensor:
@@ -174,7 +175,7 @@ class _ColumnLinear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tensor: TensorGroup) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.tensor, ctx.has_bias = tensor, bias is not None
-        return F.linear(_whole_sequence(x, tensor), weight, bias)
+        return linear(_whole_sequence(x, tensor), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
@@ -183,18 +184,17 @@ class _ColumnLinear(Function):
         tensor: TensorGroup = ctx.tensor
         if tensor.sequence_parallel:
             slices, gathering = tensor.start_gather(x.contiguous())
-            x_gradient = gradient @ weight
+            x_gradient = product(gradient, weight)
             gathering.wait()
             x = _join_sequence(slices)
             x_gradient, summing = tensor.start_reduce_scatter(_split_sequence(x_gradient, tensor.size))
         else:
-            x_gradient = gradient @ weight
+            x_gradient = product(gradient, weight)
             summing = tensor.start_all_reduce(x_gradient)
-        flat_gradient = gradient.flatten(0, 1)
-        weight_gradient = flat_gradient.t() @ x.flatten(0, 1)
-        bias_gradient = flat_gradient.sum(0) if ctx.has_bias else None
+        of_weight = weight_gradient(gradient, x)
+        of_bias = gradient.flatten(0, 1).sum(0) if ctx.has_bias else None
         summing.wait()
-        return x_gradient, weight_gradient, bias_gradient, None
+        return x_gradient, of_weight, of_bias, None
 
 
 class _SumOverRanks(Function):

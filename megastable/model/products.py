@@ -1,0 +1,65 @@
+"""Matrix products of linear layers, in fp32 between casts where a CPU would only emulate 16-bit ones.
+
+A product in 16 bits sums in fp32 and rounds its result, on a GPU and here alike. A CPU without 16-bit arithmetic gets
+there up to sixty times slower by itself than by widening both sides first (benchmarks/LOG.md).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+SUPPORTED_ON_CPU: dict[torch.dtype, Callable[[], bool]] = {
+    torch.float32: lambda: True,
+    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+}
+"""Format -> whether this CPU multiplies matrices in it at full speed."""
+
+
+@functools.cache
+def _is_emulated(device_type: str, dtype: torch.dtype) -> bool:
+    return device_type == "cpu" and not SUPPORTED_ON_CPU[dtype]()
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b``, without a graph of its own."""
+    if _is_emulated(a.device.type, a.dtype):
+        return (a.float() @ b.float()).to(a.dtype)
+    return a @ b
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """(..., in) to (..., out) by a weight (out, in), without a graph of its own."""
+    if _is_emulated(x.device.type, x.dtype):
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+    return F.linear(x, weight, bias)
+
+
+def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
+    """Of a linear layer: (out, in) from the gradient of its output (..., out) and its input (..., in)."""
+    return product(gradient.flatten(0, -2).t(), x.flatten(0, -2))
+
+
+def differentiable_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """(..., in) to (..., out). What it keeps for the backward pass stays in its own format."""
+    result: Tensor = _Linear.apply(x, weight)
+    return result
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return product(gradients[0], weight), weight_gradient(gradients[0], x)

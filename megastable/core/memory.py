@@ -1,7 +1,8 @@
 """Bytes on one device of a run under DeepSpeed's ZeRO-1, by kind.
 
 Counted from ``engine.weight_update`` and from DeepSpeed 0.19.8's optimizers: ``DeepSpeedZeroOptimizer`` (fp32, fp16,
-bf16) and ``BF16_Optimizer`` (bf16, fp32 sums). Both keep an fp32 copy of their share of the weights, in an fp32 run as well.
+bf16) and ``BF16_Optimizer`` (bf16, fp32 sums). Both keep an fp32 copy of their share of the weights, in an fp32 run as
+well.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ RUN = {
 }  # 24 steps take 252 samples: several epochs, the ramp's steps and some evaluations
 TIMED = {
     "step_seconds", "tokens_per_second", "tflops_per_device", "hardware_tflops_per_device", "slowest_rank",
-    "slowest_rank_share", "host_memory_gib", "consistency_seconds",
+    "slowest_rank_share", "stage_busy_seconds", "host_memory_gib", "consistency_seconds",
 }  # fmt: skip
 
 

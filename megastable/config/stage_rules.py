@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from megastable.config.faults import Fault
 from megastable.config.model import ModelConfig
 from megastable.config.sections import PipelineConfig, TensorParallelConfig
-from megastable.config.stages import StageCut
-from megastable.core.partition import TYPE_PREFIX, illegal_stages, matches_type
+from megastable.config.stages import StageCut, model_parts, model_shape
+from megastable.core.partition import TYPE_PREFIX, flat_layers, illegal_stages, matches_type
 
 PARTITION = "megastable.pipeline.partition"
 
@@ -36,15 +36,13 @@ def block_counts_make_the_model(model: ModelConfig, pipeline: PipelineConfig) ->
         )
 
 
-def type_matches_a_class(
-    model: ModelConfig, pipeline: PipelineConfig, tensor_parallel: TensorParallelConfig
-) -> Iterator[Fault]:
+def type_matches_a_class(model: ModelConfig, pipeline: PipelineConfig) -> Iterator[Fault]:
     """A type that is no layer's would leave all layers on one stage."""
     method = pipeline.partition
     if not isinstance(method, str) or not method.startswith(TYPE_PREFIX):
         return
-    cut = StageCut.of(model, pipeline.model_copy(update={"partition": "uniform"}), tensor_parallel)
-    names = list(dict.fromkeys(layer.class_name for layer in cut.layers))
+    layers = flat_layers(model_shape(model), model_parts(model), recomputes_blocks=False)
+    names = list(dict.fromkeys(layer.class_name for layer in layers))
     if not any(matches_type(name, method.removeprefix(TYPE_PREFIX)) for name in names):
         yield Fault(PARTITION, method, f"matches no class of a layer; there are {', '.join(names)}")
 
@@ -56,7 +54,7 @@ def every_stage_has_weights(
     broken = (
         *no_more_stages_than_layers(model, pipeline),
         *block_counts_make_the_model(model, pipeline),
-        *type_matches_a_class(model, pipeline, tensor_parallel),
+        *type_matches_a_class(model, pipeline),
     )
     if broken:
         return

@@ -11,7 +11,7 @@ def least_largest_sum(values: Sequence[int], num_parts: int) -> tuple[int, ...]:
     """Bounds of consecutive parts, none of them empty, whose largest sum is the least possible.
 
     Of several such, the one with the least sum of squares; then the one whose last parts are lightest. The limit is
-    found by bisection among the sums that a part may have, the parts under it by dynamic programming.
+    found by bisection, the parts under it by dynamic programming.
 
     Raises:
         ValueError: fewer values than parts.
@@ -19,14 +19,11 @@ def least_largest_sum(values: Sequence[int], num_parts: int) -> tuple[int, ...]:
     if not 1 <= num_parts <= len(values):
         raise ValueError(f"{len(values)} values make no {num_parts} parts")
     before = [0, *accumulate(values)]
-    least = max(max(values), -(-before[-1] // num_parts))
-    sums = {before[stop] - before[start] for stop in range(len(before)) for start in range(stop)}
-    limits = sorted(total for total in sums if total >= least)
-    low, high = 0, len(limits) - 1  # the largest sum, of all values, always does
+    low, high = max(values), before[-1]
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if _fits(values, num_parts, limits[middle]) else (middle + 1, high)
-    return _least_squares(before, num_parts, limits[low])
+        low, high = (low, middle) if _fits(values, num_parts, middle) else (middle + 1, high)
+    return _least_squares(before, num_parts, low)
 
 
 def _fits(values: Sequence[int], num_parts: int, limit: int) -> bool:

@@ -95,7 +95,7 @@ PARTITIONS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "tied": ({}, [[1, 3], [4, 0], "balanced", "parameters", "type:transformer"]),
     "ends of their own": (
         {"megastable__model__embedding_norm": True, "megastable__model__tie_embeddings": False},
-        [[0, 4], [4, 0], "uniform", "type:embedding"],
+        [[0, 4], [4, 0], "uniform", "type:finish|final"],
     ),
 }
 

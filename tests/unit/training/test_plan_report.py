@@ -197,3 +197,9 @@ def test_a_constant_batch_has_no_start_to_move() -> None:
     found = search_layouts(plan.run, 1, MINUTE)
     assert {candidate.ramp_start for candidate in found} == {None}
     assert len(found) == 2 * len(MICRO_BATCH_SIZES)
+
+
+def test_a_list_of_blocks_for_the_files_stages_does_not_stop_the_search() -> None:
+    plan = plan_of(2, megastable__pipeline={"num_stages": 2, "partition": [3, 1]})
+    found = search_layouts(plan.run, 4, MINUTE)
+    assert {candidate.num_stages for candidate in found if candidate.reason is None} == {1, 2, 4}

@@ -11,9 +11,10 @@ from megastable.core.partition import imbalance
 from megastable.core.records import Event
 from megastable.monitors.monitor import Seen
 
-LARGEST_EXCESS = 0.25
-"""Of the measured imbalance over the predicted one. A long pipeline goes at the pace of its dearest stage, so this much
-is a quarter of its speed; less may be the noise of one step, or what no count of operations knows (caches, clocks)."""
+LARGEST_EXCESS = 0.5
+"""Of the measured imbalance over the predicted one. The pipeline goes at the pace of its slowest stage, which then takes
+half a mean stage longer than it should. One step on shared cores was seen to be off by 0.23, and a count of operations
+knows nothing of caches and clocks."""
 
 
 class StageBalance:

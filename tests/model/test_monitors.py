@@ -210,7 +210,7 @@ def test_training_status_of_models_that_are_not_plain() -> None:
     assert training_status(odd).parameter_norm == pytest.approx(13.0)
 
 
-@pytest.mark.parametrize(("slowest", "warns"), [(1.0, False), (1.5, False), (3.0, True)])
+@pytest.mark.parametrize(("slowest", "warns"), [(1.0, False), (3.0, False), (9.0, True)])
 def test_the_balance_of_the_stages_is_told_once_and_warned_of_where_it_is_far_off(slowest: float, warns: bool) -> None:
     run = tiny_run(megastable__pipeline__num_stages=2, megastable__pipeline__partition=[2, 2])
     look = replace(watched(), stage_busy_seconds={"stage_0": 1.0, "stage_1": slowest})

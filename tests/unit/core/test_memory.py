@@ -140,3 +140,20 @@ def test_tensor_ranks_share_matrices_and_keep_norms_and_row_biases_whole() -> No
     one, four = (stage_parameters(BLOOM, PARTS, MIDDLE, ranks) for ranks in (1, 4))
     whole = 6 * 6 * BLOOM.hidden_size  # per block two norms with biases and two row-parallel biases
     assert four == (one - whole) // 4 + whole
+
+
+def test_a_stage_of_final_norm_and_head_keeps_their_inputs_and_works_with_no_block() -> None:
+    ends = StageLayers.of(["final_norm", "head"])
+    stream = BLOOM.seq_length * BLOOM.hidden_size * 2
+    assert activations(stage=ends, batch=(1, 16, 2)) - activations(stage=ends, batch=(1, 16, 1)) == 3 * stream
+    with_block = StageLayers.of(["block_0", "final_norm", "head"])
+    assert activations(stage=ends, recomputed=True) < activations(stage=with_block, recomputed=True)
+    assert stage_parameters(BLOOM, PARTS, ends) == (BLOOM.padded_vocab_size + 2) * BLOOM.hidden_size
+
+
+def test_a_stage_of_the_embedding_alone_keeps_what_it_sends_and_its_norm_the_input() -> None:
+    ends = StageLayers.of(["embedding", "embedding_finish"])
+    stream = BLOOM.seq_length * BLOOM.hidden_size * 2
+    one = activations(SMALL_VOCABULARY, ends, batch=(1, 16, 9)) - activations(SMALL_VOCABULARY, ends, batch=(1, 16, 8))
+    assert one == 2 * stream
+    assert stage_parameters(BLOOM, PARTS, ends) == (BLOOM.padded_vocab_size + 2) * BLOOM.hidden_size

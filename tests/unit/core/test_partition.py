@@ -28,7 +28,7 @@ quick = settings(max_examples=25, deadline=None)
 PARTS = ModelParts(
     tie_embeddings=True, learned_positions=False, embedding_norm=False, norm_has_bias=True, qk_norm=False
 )
-costs = st.lists(st.integers(0, 30), min_size=1, max_size=9)
+costs = st.lists(st.integers(0, 30), min_size=1, max_size=9) | st.lists(st.integers(0, 2), min_size=4, max_size=9)
 
 
 @st.composite

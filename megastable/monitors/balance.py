@@ -12,13 +12,14 @@ from megastable.core.records import Event
 from megastable.monitors.monitor import Seen
 
 LARGEST_EXCESS = 0.5
-"""Of the measured imbalance over the predicted one. The pipeline goes at the pace of its slowest stage, which then takes
-half a mean stage longer than it should. One step on shared cores was seen to be off by 0.23, and a count of operations
-knows nothing of caches and clocks."""
+"""Of the measured imbalance over the predicted one: the slowest stage, whose pace is the pipeline's, takes half a mean
+stage longer than it should. One step on shared cores was seen to be off by 0.23, and a count of operations knows
+nothing of caches and clocks."""
 
 
 class StageBalance:
-    """One event at the first watched step of a run: how much dearer than the mean the dearest stage was."""
+    """One event a run: how much longer than the mean the slowest stage took at the first watched step that is not the
+    run's first, in which everything warms up."""
 
     wants_a_look = False
 
@@ -30,7 +31,7 @@ class StageBalance:
     def observe(self, seen: Seen) -> Iterator[Event]:
         """Measured beside predicted; a warning where the stages are far less equal."""
         watched = seen.result.watched
-        if self._told or watched is None:
+        if self._told or watched is None or seen.state.step == 1:
             return
         self._told = True
         busy = list(watched.stage_busy_seconds.values())

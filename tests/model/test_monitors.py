@@ -215,6 +215,8 @@ def test_the_balance_of_the_stages_is_told_once_and_warned_of_where_it_is_far_of
     run = tiny_run(megastable__pipeline__num_stages=2, megastable__pipeline__partition=[2, 2])
     look = replace(watched(), stage_busy_seconds={"stage_0": 1.0, "stage_1": slowest})
     monitors = Monitors(run)
+    first = seen(1, watched=look, loss=EXPECTED_FIRST_LOSS)
+    assert kinds(monitors.observe(first)) == ["first_loss"], "everything warms up"
     assert kinds(monitors.observe(seen(2))) == []
     events = monitors.observe(seen(3, watched=look))
     assert kinds(events) == (["stage_balance", "warning"] if warns else ["stage_balance"])

@@ -93,11 +93,15 @@ def shown_indices(count: int, most: int) -> list[int]:
 
 def _memorymake_table(forecast: Forecast) -> Table:
     headings = (heading.replace("_", " ") for heading in MEMORY_COLUMNS)
-    table = make_table("memory of a device, GiB, by stage", "stage", *headings)
+    table = make_table("memory of a device, GiB, by stage", "stage", "layers", *headings)
     for stage, use in enumerate(forecast.memory):
         kinds = use.by_kind()
-        table.add_row(str(stage), *(f"{kinds[kind] / GIB:.2f}" for kind in MEMORY_COLUMNS))
-    table.caption = "total: the state, and the larger of activations + buffers and update"
+        held = forecast.plan.cut.descriptions[stage]
+        table.add_row(str(stage), held, *(f"{kinds[kind] / GIB:.2f}" for kind in MEMORY_COLUMNS))
+    table.caption = (
+        f"predicted imbalance of the stages {percent(forecast.plan.cut.imbalance)}; "
+        "total: the state, and the larger of activations + buffers and update"
+    )
     return table
 
 

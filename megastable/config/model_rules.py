@@ -41,16 +41,6 @@ def rotary_needs_even_head_dim(model: ModelConfig) -> Iterator[Fault]:
         )
 
 
-def every_stage_has_a_layer(model: ModelConfig, pipeline: PipelineConfig) -> Iterator[Fault]:
-    """DeepSpeed's bf16 optimizer fails on a stage whose only weight is the tied copy of the embedding."""
-    if pipeline.num_stages > model.num_layers:
-        yield Fault(
-            "megastable.pipeline.num_stages",
-            pipeline.num_stages,
-            f"must be at most megastable.model.num_layers ({model.num_layers}): every stage needs a layer of its own",
-        )
-
-
 def world_size_holds_whole_replicas(
     training: TrainingConfig, pipeline: PipelineConfig, tensor_parallel: TensorParallelConfig
 ) -> Iterator[Fault]:

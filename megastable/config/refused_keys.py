@@ -32,7 +32,7 @@ REFUSED_KEYS: Mapping[str, str] = {
     # learning rate
     "scheduler": "DeepSpeed's schedules count steps, which a ramp stretches; write megastable.lr_schedule",
     # layout
-    "pipeline": "write megastable.pipeline (num_stages, activation_checkpointing)",
+    "pipeline": "write megastable.pipeline (num_stages, activation_checkpointing, partition)",
     "activation_checkpointing": "write megastable.pipeline.activation_checkpointing",
     "tensor_parallel": _TOPOLOGY,
     "expert_parallel": _TOPOLOGY,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import get_type_hints
 
-from megastable.config import layout_rules, model_rules, run_rules, tensor_rules
+from megastable.config import layout_rules, model_rules, run_rules, stage_rules, tensor_rules
 from megastable.config.faults import Fault
 from megastable.config.section import Section
 
@@ -15,7 +15,10 @@ RULES: tuple[Rule, ...] = (
     model_rules.heads_divide_hidden_size,
     model_rules.kv_heads_divide_heads,
     model_rules.rotary_needs_even_head_dim,
-    model_rules.every_stage_has_a_layer,
+    stage_rules.no_more_stages_than_layers,
+    stage_rules.block_counts_make_the_model,
+    stage_rules.type_matches_a_class,
+    stage_rules.every_stage_has_weights,
     model_rules.world_size_holds_whole_replicas,
     model_rules.std_belongs_to_fixed,
     model_rules.head_std_needs_a_head,

@@ -2,14 +2,51 @@
 
 from __future__ import annotations
 
-from pydantic import Field, field_validator
+import json
+import re
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from megastable.config.registered_name import must_be_registered
 from megastable.config.section import Section
 from megastable.core.init_std import INIT_SCHEMES
+from megastable.core.partition import PARTITIONS, TYPE_PREFIX
 
 LARGEST_SEED = 2**32 - 1
 """NumPy's generators take no larger one."""
+
+
+def _partition(value: object) -> object:
+    if isinstance(value, list | tuple) and value and all(type(blocks) is int and blocks >= 0 for blocks in value):
+        return tuple(value)
+    if isinstance(value, str) and value in PARTITIONS:
+        return value
+    if isinstance(value, str) and value.startswith(TYPE_PREFIX):
+        try:
+            re.compile(value.removeprefix(TYPE_PREFIX))
+        except re.error as error:
+            raise PydanticCustomError(
+                "pattern", "has no regular expression after type: {error}", {"error": str(error)}
+            ) from None
+        return value
+    names = ", ".join(json.dumps(name) for name in PARTITIONS)
+    raise PydanticCustomError(
+        "partition",
+        'must be {names}, "type:regex" over class names, or the number of blocks of every stage',
+        {"names": names},
+    )
+
+
+PartitionMethod = Annotated[
+    str | tuple[int, ...],
+    BeforeValidator(
+        _partition,
+        json_schema_input_type=Annotated[str, Field(pattern=f"^({'|'.join(PARTITIONS)}|{TYPE_PREFIX}.*)$")]
+        | list[Annotated[int, Field(ge=0)]],
+    ),
+]
 
 
 class PipelineConfig(Section):
@@ -23,6 +60,11 @@ class PipelineConfig(Section):
     activation_checkpointing: bool = Field(
         default=False,
         description="Recompute every block's activations in the backward pass instead of keeping them.",
+    )
+    partition: PartitionMethod = Field(
+        default="balanced",
+        description="How the layers are cut into stages. balanced: by forward and backward cost; "
+        "[5, 3]: so many blocks a stage; uniform, parameters, type:regex: as DeepSpeed cuts.",
     )
 
 

@@ -95,7 +95,7 @@ def activation_bytes(
 
     in_loss = logits * (2 * FP32_BYTES + settings.rounded_bytes)  # the probabilities and their gradient
     in_head = logits * size + (embedding * gradient if stage.is_last else 0.0)
-    in_block = again + _working_in_block(shape, settings, tokens)
+    in_block = again + _working_in_block(shape, settings, tokens) if stage.num_blocks else 0.0
     if shared:  # the head's share of a tied gradient waits for the embedding's, which comes last
         in_block += embedding * size
     # By then the micro-batch has left nothing else.
@@ -166,18 +166,17 @@ def _kept_per_token(shape: ModelShape, parts: ModelParts, stage: StageLayers, se
     stream = shape.hidden_size * settings.element_bytes / settings.slices
     per_block = stream if settings.recomputed else block_bytes_per_token(shape, settings)
     kept = stage.num_blocks * per_block
-    if stage.is_first:
+    if stage.has_embedding_finish:
         kept += stream if parts.embedding_norm else 0.0
         kept += shape.hidden_size * settings.mask_bytes / settings.slices
-    else:
+    if not stage.is_first:
         kept += stream  # DeepSpeed keeps what it received beside the copy that it computes with
-    # The last block's output: to be sent, or the input of the final norm, whose output the head keeps.
-    return kept + stream * (2 if stage.is_last else 1)
+    # The input of the final norm, and the last layer's output (or the head's input).
+    return kept + stream * (2 if stage.has_final_norm else 1)
 
 
 def _working_in_block(shape: ModelShape, settings: ActivationSettings, tokens: int) -> float:
     """Gradients on both sides of a feed-forward layer, and of its largest weight."""
     stream, inner = 2 * shape.hidden_size / settings.slices, _ffn_elements(shape) / settings.tensor_parallel_size
-    blocks_alone = StageLayers(shape.num_layers, is_first=False, is_last=False)
-    largest = largest_matrix(shape, blocks_alone, settings.tensor_parallel_size)
+    largest = largest_matrix(shape, StageLayers.blocks(1), settings.tensor_parallel_size)
     return tokens * settings.element_bytes * (stream + inner) + largest * settings.weight_gradient_bytes

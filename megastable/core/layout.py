@@ -54,27 +54,3 @@ class ParallelLayout:
         replica_rank, tensor = divmod(rank, self.tensor_parallel_size)
         stage, replica = divmod(replica_rank, self.data_parallel_size)
         return f"rank {rank} (stage {stage}, replica {replica}, tensor {tensor})"
-
-
-def stage_bounds(num_layers: int, num_stages: int, layers_before: int, layers_after: int) -> list[int]:
-    """Where the flat list of layers is cut: ``num_stages + 1`` bounds, each stage is ``[bounds[i], bounds[i + 1])``.
-
-    The list holds ``layers_before`` layers (embedding), ``num_layers`` blocks and ``layers_after`` layers (norm and
-    head). Blocks are spread evenly; the last stages, which also hold the dear head, get fewer when they do not divide.
-    Every stage holds a block, hence weights of its own: DeepSpeed's BF16_Optimizer fails on a stage whose only
-    weight is the tied copy of the embedding.
-
-    Raises:
-        UserError: fewer blocks than stages.
-    """
-    if num_layers < num_stages:
-        raise UserError(
-            f"megastable.model.num_layers ({num_layers}) is smaller than megastable.pipeline.num_stages "
-            f"({num_stages}); every stage needs a block of its own"
-        )
-    per_stage, remainder = divmod(num_layers, num_stages)
-    bounds = [0]
-    for stage in range(num_stages):
-        bounds.append(bounds[-1] + per_stage + (stage < remainder) + (layers_before if stage == 0 else 0))
-    bounds[-1] += layers_after
-    return bounds

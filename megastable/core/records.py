@@ -22,6 +22,8 @@ class Watched:
     slowest_rank: int
     slowest_rank_share: float
     """Share of the step that this rank, the busiest, spent in its forward and backward passes."""
+    stage_busy_seconds: dict[str, float]
+    """``stage_0`` … to the seconds that its ranks spent there, on average."""
     host_memory_gib: float
     """Of the process that holds most."""
     device_memory_gib: float | None

@@ -29,6 +29,7 @@ class LayerWatch:
         self, engine: Any, optimizer: Any, partitions: list[FlatPartition], module: GptPipeline, run: RunConfig
     ) -> None:
         self._names = module.layer_names
+        self._num_stages = run.megastable.pipeline.num_stages
         self._blocks = [name.startswith("block_") for name in self._names]
         self._format_maximum = torch.finfo(next(module.parameters()).dtype).max
         self._updates = UpdateStatistics(module, optimizer, partitions, len(self._names), run.clip_norm)
@@ -57,6 +58,7 @@ class LayerWatch:
             headroom_layer=self._names[fullest],
             slowest_rank=slowest_rank,
             slowest_rank_share=busy[slowest_rank] / longest,
+            stage_busy_seconds=self._by_stage(busy),
             host_memory_gib=host_memory / GIB,
             device_memory_gib=device_memory / GIB if device_memory else None,
         )
@@ -69,6 +71,11 @@ class LayerWatch:
         together = torch.cat([own.flatten(), busy])
         dist.all_reduce(together)
         return together[: own.numel()].view_as(own).tolist(), together[own.numel() :].tolist()
+
+    def _by_stage(self, busy: list[float]) -> dict[str, float]:
+        """Means over the ranks of every stage, which are neighbours, see ``core.layout``."""
+        size = len(busy) // self._num_stages
+        return {f"stage_{n}": sum(busy[n * size : (n + 1) * size]) / size for n in range(self._num_stages)}
 
     def _largest(self, step_seconds: float) -> tuple[list[list[float]], float, float, float]:
         """Per layer the columns of ``ActivationStatistics``, then bytes of host and device memory, and seconds."""

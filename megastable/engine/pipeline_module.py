@@ -12,10 +12,11 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 from megastable.config import RunConfig
-from megastable.core.layout import ParallelLayout, stage_bounds
+from megastable.config.stages import StageCut
+from megastable.core.layout import ParallelLayout
 from megastable.engine.tensor_group import ProcessTensorGroup, make_tensor_group, mark_split_parameters
 from megastable.model.block import TransformerBlock
-from megastable.model.layers import LAYERS_AFTER_BLOCKS, LAYERS_BEFORE_BLOCKS, Layer, gpt_layers
+from megastable.model.layers import Layer, gpt_layers
 from megastable.model.loss import token_mean_loss
 
 
@@ -54,9 +55,8 @@ class GptPipeline(PipelineModule):
 
     def __init__(self, run: RunConfig, layout: ParallelLayout) -> None:
         tensor = make_tensor_group(layout, dist.get_rank(), run.megastable.tensor_parallel.sequence_parallel)
-        self._bounds = stage_bounds(
-            run.megastable.model.num_layers, layout.num_stages, LAYERS_BEFORE_BLOCKS, LAYERS_AFTER_BLOCKS
-        )
+        settings = run.megastable
+        self._bounds = list(StageCut.of(settings.model, settings.pipeline, settings.tensor_parallel).bounds)
         layers = gpt_layers(run, tensor)
         specs = [DrawnTiedLayerSpec(layer, run) if layer.tied_key else DrawnLayerSpec(layer, run) for layer in layers]
         with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):  # it prints its own tables

@@ -15,8 +15,6 @@ from megastable.model.initialise import draw_weights
 from megastable.model.positions import AttentionBias, RotaryTable
 from megastable.model.tensor_parallel import TensorGroup
 
-LAYERS_BEFORE_BLOCKS = 2  # lookup, embedding finish
-LAYERS_AFTER_BLOCKS = 2  # final norm, head
 EMBEDDING_KEY = "embedding"
 
 

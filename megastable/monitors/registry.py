@@ -6,6 +6,7 @@ from typing import Any
 
 from megastable.config import RunConfig
 from megastable.core.records import Event
+from megastable.monitors.balance import StageBalance
 from megastable.monitors.headroom import Headroom
 from megastable.monitors.monitor import Monitor, Seen
 from megastable.monitors.ramp import RampSteps
@@ -19,6 +20,7 @@ MONITORS: dict[str, type[Monitor]] = {
     "skipped_steps": SkippedSteps,
     "headroom": Headroom,
     "loss_volatility": LossVolatility,
+    "stage_balance": StageBalance,
 }
 
 

@@ -48,6 +48,7 @@ class StepMetrics:
     headroom_layer: str | None = None
     slowest_rank: int | None = None
     slowest_rank_share: float | None = None
+    stage_busy_seconds: dict[str, float] | None = None
     host_memory_gib: float | None = None
     device_memory_gib: float | None = None
     layers: dict[str, dict[str, float]] | None = None

@@ -31,6 +31,7 @@ def introduction(
         f"run folder {folder.path}",
         f"layout {layout.num_stages} stages x {layout.data_parallel_size} replicas x {layout.tensor_parallel_size} "
         f"tensor ranks = {layout.world_size} processes",
+        *([f"stages: {plan.cut}"] if layout.num_stages > 1 else []),
         f"model {model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads, "
         f"sequence {model.seq_length}, vocabulary {model.vocab_size} (padded to {model.padded_vocab_size})",
         f"data {corpus.num_train_tokens:,} training and {corpus.num_validation_tokens:,} validation tokens, "

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megastable.config import RunConfig
+from pydantic import ValidationError
+
+from megastable.config import PipelineConfig, RunConfig
+from megastable.config.stages import StageCut
 from megastable.core.checkpoint_folder import Manifest, newest_complete, read_manifest, step_folders
 from megastable.core.errors import UserError
 
@@ -26,6 +29,7 @@ FIXED_KEYS = (
     "bf16.enabled",
     "data_types",
 )
+PARTITION = "megastable.pipeline.partition"
 
 
 class RunFolder:
@@ -124,6 +128,7 @@ def check_continues(manifest: Manifest, run: RunConfig, world_size: int, warn: C
             f"  the checkpoint is of {_layout_of(manifest.run, manifest.world_size)}, "
             f"this launch of {_layout_of(run_as_dict(run), world_size)}"
         )
+    faults += _other_cut(manifest.run, run)
     for key, old, new in differences(manifest.run, run_as_dict(run)):
         if any(f"{key}.".startswith(f"{fixed}.") or fixed.startswith(f"{key}.") for fixed in FIXED_KEYS):
             faults.append(f"  {key}: {old!r} in the checkpoint, {new!r} now")
@@ -131,6 +136,32 @@ def check_continues(manifest: Manifest, run: RunConfig, world_size: int, warn: C
             warn(f"changed since the checkpoint: {key} was {old!r}, is {new!r}")
     if faults:
         raise UserError("This run cannot continue the checkpoint:\n" + "\n".join(faults))
+
+
+def _other_cut(old: dict[str, Any], run: RunConfig) -> Iterator[str]:
+    """A stage of the checkpoint has the weights of its own layers; ``balanced`` also depends on recomputation.
+
+    Only told where model and number of stages, which are compared by themselves, are the same.
+    """
+    sections = run.megastable
+    pipeline = old.get("megastable", {}).get("pipeline", {})
+    if "partition" not in pipeline:
+        yield f"  {PARTITION}: not in the checkpoint, which is of an older version"
+        return
+    try:
+        before = PipelineConfig.model_validate_json(json.dumps(pipeline))
+    except ValidationError:
+        yield f"  {PARTITION}: the checkpoint's pipeline section is of another version"
+        return
+    if before.num_stages != sections.pipeline.num_stages:
+        return
+    was = StageCut.of(sections.model, before, sections.tensor_parallel)
+    now = StageCut.of(sections.model, sections.pipeline, sections.tensor_parallel)
+    if was.bounds != now.bounds:
+        yield (
+            f"  {PARTITION}: the stages hold {' | '.join(was.descriptions)} in the checkpoint, "
+            f"{' | '.join(now.descriptions)} now; write {[stage.num_blocks for stage in was.stages]} to keep them"
+        )
 
 
 def _layout_of(run: dict[str, Any], world_size: int) -> str:

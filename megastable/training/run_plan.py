@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from megastable.config import Amount, ModelConfig, RunConfig
+from megastable.config import Amount, RunConfig
 from megastable.config.lr_schedule import DEFAULT_STABLE_SHARE, DEFAULT_STEP_FACTOR, DEFAULT_STEP_INTERVAL
+from megastable.config.stages import StageCut, model_shape
 from megastable.core.batch_rampup import Batch, BatchRampup, RampPhase, RunLength
-from megastable.core.flops import ModelShape
 from megastable.core.layout import ParallelLayout
 from megastable.core.lr_schedule import BATCH_SCALING_EXPONENTS, LR_SCHEDULES, WarmupSchedule
 
@@ -23,6 +23,7 @@ class RunPlan:
     phases: list[RampPhase]
     length: RunLength
     lr_schedule: WarmupSchedule
+    cut: StageCut
     model_flops_per_sample: int
     hardware_flops_per_sample: int
 
@@ -52,6 +53,7 @@ class RunPlan:
             phases=phases,
             length=length,
             lr_schedule=learning_rate_schedule(run, length),
+            cut=StageCut.of(sections.model, sections.pipeline, sections.tensor_parallel),
             model_flops_per_sample=shape.model_flops_per_sample,
             hardware_flops_per_sample=shape.hardware_flops_per_sample(recomputed),
         )
@@ -94,18 +96,3 @@ def learning_rate_schedule(run: RunConfig, length: RunLength) -> WarmupSchedule:
         "step_factor": config.step_factor or DEFAULT_STEP_FACTOR,
     }
     return schedule(**{field.name: values[field.name] for field in fields(schedule)})
-
-
-def model_shape(model: ModelConfig) -> ModelShape:
-    """The sizes that decide the operation count."""
-    return ModelShape(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.kv_heads,
-        ffn_hidden_size=model.ffn_size,
-        gated_ffn=model.activation == "swiglu",
-        seq_length=model.seq_length,
-        vocab_size=model.vocab_size,
-        padded_vocab_size=model.padded_vocab_size,
-    )

@@ -143,6 +143,9 @@ def test_every_value_of_every_layer_equals_one_process(variant: str) -> None:
             largest = max(max(v["max_activation"], v.get("max_attention_logit", 0)) for v in expected.values())
             assert found["headroom"] == pytest.approx(largest / torch.finfo(torch.float32).max, rel=1e-4)
             assert 0 <= found["slowest_rank"] < 4 and 0 < found["slowest_rank_share"] <= 1
+            num_stages = LAYOUTS[layout][0]
+            assert list(found["stage_busy_seconds"]) == [f"stage_{stage}" for stage in range(num_stages)]
+            assert all(seconds > 0 for seconds in found["stage_busy_seconds"].values())
             assert 0.05 < found["host_memory_gib"] < 50
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -88,6 +89,36 @@ def assert_equal_to_one_process(changes: dict[str, Any], world_size: int, layout
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_losses_and_norms_equal_one_process(world_size: int, variant: str) -> None:
     assert_equal_to_one_process(VARIANTS[variant], world_size, LAYOUTS[world_size])
+
+
+PARTITIONS: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    "tied": ({}, [[1, 3], [4, 0], "balanced", "parameters", "type:transformer"]),
+    "ends of their own": (
+        {"megastable__model__embedding_norm": True, "megastable__model__tie_embeddings": False},
+        [[0, 4], [4, 0], "uniform", "type:finish|final"],
+    ),
+}
+
+
+def steps_of_cuts(changes: dict[str, Any], partitions: list[Any]) -> list[list[dict[str, Any]]]:
+    """On every rank: the rows of each cut into as many stages as there are processes."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    runs = [
+        tiny_run(**changes, megastable__pipeline={"num_stages": world_size, "partition": partition})
+        for partition in partitions
+    ]
+    return [train(*build_engine(run), NUM_STEPS)[1] for run in runs]
+
+
+@pytest.mark.parametrize("variant", PARTITIONS)
+def test_losses_do_not_depend_on_where_the_stages_are_cut(variant: str) -> None:
+    changes, partitions = PARTITIONS[variant]
+    by_rank = run_ranks(steps_of_cuts, 2, changes=changes, partitions=partitions)
+    expected, _ = train_reference(tiny_run(**changes), NUM_STEPS)
+    for partition, rows in zip(partitions, by_rank[0], strict=True):
+        assert [row["loss"] for row in rows] == pytest.approx([step.loss for step in expected], rel=1e-5), partition
+        norms = [row["grad_norm"] for row in rows]
+        assert norms == pytest.approx([step.grad_norm for step in expected], rel=1e-5), partition
 
 
 @pytest.mark.parametrize("world_size", ONE_REPLICA)

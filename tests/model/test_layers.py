@@ -12,7 +12,7 @@ from megastable.config import ModelConfig
 from megastable.model.attention import ATTENTION_BACKENDS
 from megastable.model.block import FEED_FORWARDS, TransformerBlock
 from megastable.model.ends import EmbeddingFinish, FinalNorm, OutputHead, VocabularyEmbedding
-from megastable.model.layers import EMBEDDING_KEY, LAYERS_AFTER_BLOCKS, LAYERS_BEFORE_BLOCKS, gpt_layers
+from megastable.model.layers import EMBEDDING_KEY, gpt_layers
 from megastable.model.norms import NORMS
 from megastable.model.tensor_parallel import OneProcess
 from tests.support.reference import ReferenceModel
@@ -28,7 +28,6 @@ def test_the_order_of_the_layers(tied: bool) -> None:
     assert [layer.module_class for layer in layers] == [
         VocabularyEmbedding, EmbeddingFinish, TransformerBlock, TransformerBlock, TransformerBlock, FinalNorm, head,
     ]  # fmt: skip
-    assert len(layers) == LAYERS_BEFORE_BLOCKS + 3 + LAYERS_AFTER_BLOCKS
     assert [layer.tied_key for layer in layers] == ([EMBEDDING_KEY, *[None] * 5, EMBEDDING_KEY] if tied else [None] * 7)
     # The index in the list seeds a layer, except that both ends of a tie draw the same weights.
     assert [layer.draw_index for layer in layers] == [0, 1, 2, 3, 4, 5, 0 if tied else 6]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ EXPECTED_FIRST_LOSS = math.log(300)
 
 def watched(headroom: float = 0.01, layers: dict[str, dict[str, float]] | None = None) -> Watched:
     layers = layers or {"block_0": {"max_activation": 655.04, "max_attention_logit": 3.0}}
-    return Watched(layers, headroom, next(iter(layers)), 0, 0.5, 1.0, None)
+    return Watched(layers, headroom, next(iter(layers)), 0, 0.5, {"stage_0": 0.5}, 1.0, None)
 
 
 def seen(step: int, batch_size: int = 4, **result: Any) -> Seen:
@@ -207,3 +208,25 @@ def test_training_status_of_models_that_are_not_plain() -> None:
     odd.whole = nn.Parameter(torch.tensor([12], dtype=torch.int8), requires_grad=False)
     odd.later = nn.LazyLinear(3)
     assert training_status(odd).parameter_norm == pytest.approx(13.0)
+
+
+@pytest.mark.parametrize(("slowest", "warns"), [(1.0, False), (3.0, False), (9.0, True)])
+def test_the_balance_of_the_stages_is_told_once_and_warned_of_where_it_is_far_off(slowest: float, warns: bool) -> None:
+    run = tiny_run(megastable__pipeline__num_stages=2, megastable__pipeline__partition=[2, 2])
+    look = replace(watched(), stage_busy_seconds={"stage_0": 1.0, "stage_1": slowest})
+    monitors = Monitors(run)
+    first = seen(1, watched=look, loss=EXPECTED_FIRST_LOSS)
+    assert kinds(monitors.observe(first)) == ["first_loss"], "everything warms up"
+    assert kinds(monitors.observe(seen(2))) == []
+    events = monitors.observe(seen(3, watched=look))
+    assert kinds(events) == (["stage_balance", "warning"] if warns else ["stage_balance"])
+    assert events[0].data["measured"] == pytest.approx(2 * slowest / (1 + slowest) - 1)
+    assert 0 < events[0].data["predicted"] < 1
+    resumed = Monitors(run)
+    resumed.load_state_dict(json.loads(json.dumps(monitors.state_dict())))
+    for told in (monitors, resumed):
+        assert kinds(told.observe(seen(4, watched=look))) == []
+
+
+def test_one_stage_has_no_balance() -> None:
+    assert kinds(Monitors(tiny_run()).observe(seen(2, watched=watched()))) == []

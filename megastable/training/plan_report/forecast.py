@@ -93,6 +93,8 @@ class Forecast:
             "seconds_to_train": self.seconds_to_train,
             "device": asdict(machine.device) if machine else None,
             "efficiency": machine.efficiency if machine else None,
+            "stages": self.plan.cut.descriptions,
+            "imbalance": self.plan.cut.imbalance,
             "memory": [{"stage": stage, **use.by_kind()} for stage, use in enumerate(self.memory)],
             "fits": self.fits,
             "assumptions": self.assumptions,

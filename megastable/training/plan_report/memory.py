@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from megastable.config.stages import model_parts, model_shape
 from megastable.core.activations import ActivationSettings, activation_bytes
 from megastable.core.memory import MemoryUse, memory_use
 from megastable.core.parameters import StageLayers, stage_parameters
 from megastable.training.plan_report.formats import communication_bytes, number_format
-from megastable.training.plan_report.stages import model_parts, stages_of
-from megastable.training.run_plan import RunPlan, model_shape
+from megastable.training.run_plan import RunPlan
 
 LARGEST_BUCKET = 500_000_000
 """Elements of the gradient buffer of a large stage; a smaller one has a buffer of its own size, see the engine."""
@@ -19,8 +19,7 @@ def stage_memory(plan: RunPlan, on_cpu: bool) -> list[MemoryUse]:
     Args:
         on_cpu: the devices are processes of a CPU, whose kernels keep more than a GPU's.
     """
-    stages = stages_of(plan.run.megastable.model.num_layers, plan.layout)
-    return [_memory_of_stage(plan, number, stage, on_cpu) for number, stage in enumerate(stages)]
+    return [_memory_of_stage(plan, number, stage, on_cpu) for number, stage in enumerate(plan.cut.stages)]
 
 
 def _memory_of_stage(plan: RunPlan, number: int, stage: StageLayers, on_cpu: bool) -> MemoryUse:

@@ -153,6 +153,7 @@ def _run_of(run: RunConfig, candidate: Candidate) -> RunConfig:
         "pipeline": settings.pipeline.model_copy(
             update={
                 "num_stages": candidate.num_stages,
+                "partition": "balanced",  # a list of the file is for its own number of stages
                 "activation_checkpointing": candidate.activation_checkpointing,
             }
         ),

@@ -6,19 +6,15 @@ is summed and (n - 1) / n of what is gathered, at the speed of the slowest link 
 
 from __future__ import annotations
 
+from megastable.config.stages import model_parts, model_shape
 from megastable.core.flops import BACKWARD_FORWARD_RATIO
 from megastable.core.layout import ParallelLayout
 from megastable.core.parameters import StageLayers, stage_parameters
 from megastable.core.pipeline_cost import MicroBatchTime, PipelineCost, StageTime
 from megastable.training.plan_report.assumptions import Machine
 from megastable.training.plan_report.formats import communication_bytes, number_format
-from megastable.training.plan_report.stages import (
-    forward_flops_per_sample,
-    model_parts,
-    recomputed_flops_per_sample,
-    stages_of,
-)
-from megastable.training.run_plan import RunPlan, model_shape
+from megastable.training.plan_report.stages import forward_flops_per_sample, recomputed_flops_per_sample
+from megastable.training.run_plan import RunPlan
 
 SUMS_PER_BLOCK = 2
 """One for each half block, forward; as many backward (Shoeybi et al., arXiv 1909.08053, section 3)."""
@@ -28,7 +24,7 @@ UPDATE_TOUCHES_BYTES = 28
 
 def step_cost(plan: RunPlan, machine: Machine) -> PipelineCost:
     """The cost of the run's steps on its layout."""
-    stages = stages_of(plan.run.megastable.model.num_layers, plan.layout)
+    stages = plan.cut.stages
     return PipelineCost(
         stages=tuple(_stage_time(plan, stage, machine) for stage in stages),
         transfer=MicroBatchTime(seconds_per_sample=_seconds_between_stages(plan, machine)),
@@ -40,7 +36,7 @@ def relative_cost(plan: RunPlan) -> PipelineCost:
     """The stages' shares of the work, in operations instead of seconds: enough to tell how long they wait."""
     shape, recomputes = model_shape(plan.run.megastable.model), plan.run.megastable.pipeline.activation_checkpointing
     times = []
-    for stage in stages_of(shape.num_layers, plan.layout):
+    for stage in plan.cut.stages:
         forward = forward_flops_per_sample(shape, stage)
         again = recomputed_flops_per_sample(shape, stage) if recomputes else 0
         times.append(_of_sample(forward, BACKWARD_FORWARD_RATIO * forward + again))

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megastable.config import ModelConfig, RunConfig
+from megastable.config.stages import model_parts, model_shape
 from megastable.core.parameters import num_parameters
 from megastable.training.preflight.corpus import LocalText, look_at_text
 from megastable.training.preflight.customs import LEAST_PARAMETERS
 from megastable.training.preflight.gpus import Gpu
-from megastable.training.run_plan import RunPlan, model_shape
+from megastable.training.run_plan import RunPlan
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,4 @@ class Review:
 
 def count_parameters(model: ModelConfig) -> int:
     """The weights of a model of the run file."""
-    return num_parameters(
-        model_shape(model),
-        tie_embeddings=model.tie_embeddings,
-        learned_positions=model.position_embedding == "learned",
-        embedding_norm=model.embedding_norm,
-        norm_has_bias=model.norm == "layernorm",
-    )
+    return num_parameters(model_shape(model), model_parts(model))

@@ -95,7 +95,7 @@ FULL: dict[str, Any] = {
             "dropout": 0.1,
             "attention": "math",
         },
-        "pipeline": {"num_stages": 2, "activation_checkpointing": True},
+        "pipeline": {"num_stages": 2, "activation_checkpointing": True, "partition": [3, 1]},
         "batch_rampup": {
             "start": 8,
             "increment": 8,

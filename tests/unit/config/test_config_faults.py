@@ -23,7 +23,7 @@ def test_all_faults_are_listed_at_once(tmp_path: Path):
     raw = with_value(raw, "optimizer.params.lr", "1e-3")
     raw = with_value(raw, "megastable.model.hiden_size", 128)
     raw = with_value(raw, "megastable.training.eval_samples", 0)
-    raw = with_value(raw, "megastable.pipeline.num_stages", 5)
+    raw = with_value(raw, "megastable.pipeline.num_stages", 6)
     path = written(tmp_path, raw)
     assert error_text(path).splitlines() == [
         f"{path}: 5 faults",
@@ -31,8 +31,8 @@ def test_all_faults_are_listed_at_once(tmp_path: Path):
         "  train_batch_size = 2048: refused: the ramp decides it for every step; write megastable.batch_rampup.final",
         '  optimizer.params.lr = "1e-3": must be a number, without quotes',
         "  megastable.training.eval_samples = 0: must be greater than or equal to 1",
-        "  megastable.pipeline.num_stages = 5: must be at most megastable.model.num_layers (4): "
-        "every stage needs a layer of its own",
+        "  megastable.pipeline.num_stages = 6: must be at most megastable.model.num_layers (4) + 1: "
+        "every stage needs a layer with weights of its own",
     ]
 
 

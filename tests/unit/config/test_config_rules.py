@@ -20,6 +20,7 @@ class Case:
 
 
 M = "megastable"
+PARTITION = f"{M}.pipeline.partition"
 STABLE = (f"{M}.lr_schedule.type=warmup_stable_decay",)
 NINE_STEPS = (f"{M}.training.total_samples=null", f"{M}.training.total_steps=9")
 LINEAR = '"start": 8, "increment": 8, "final": 32'
@@ -43,10 +44,39 @@ CASES = (
         (f"{M}.model.hidden_size=20", f"{M}.model.position_embedding=alibi"),
     ),
     Case(
-        "every_stage_has_a_layer",
-        (f"{M}.pipeline.num_stages=5",),
+        "no_more_stages_than_layers",
+        (f"{M}.pipeline.num_stages=6",),
         f"{M}.pipeline.num_stages",
-        (f"{M}.pipeline.num_stages=4",),
+        (f"{M}.pipeline.num_stages=5",),
+    ),
+    *(
+        Case("block_counts_make_the_model", (two, f"{PARTITION}={broken}"), PARTITION, (two, f"{PARTITION}={legal}"))
+        for two, broken, legal in (
+            (f"{M}.pipeline.num_stages=2", "[3, 2]", "[3, 1]"),
+            (f"{M}.pipeline.num_stages=2", "[2, 1, 1]", "[2, 2]"),
+            (f"{M}.pipeline.num_stages=3", "[3, 1]", "[2, 1, 1]"),
+        )
+    ),
+    Case("type_matches_a_class", (f"{PARTITION}=type:linear",), PARTITION, (f"{PARTITION}=type:transformer",)),
+    *(
+        Case(
+            "every_stage_has_weights",
+            (f"{M}.pipeline.num_stages={stages}", f"{PARTITION}={broken}", *model),
+            PARTITION,
+            (f"{M}.pipeline.num_stages={stages}", f"{PARTITION}={legal}", *model),
+        )
+        for stages, broken, legal, model in (
+            (3, "[2, 0, 2]", "[2, 2, 0]", ()),
+            (2, "[0, 4]", "[4, 0]", ()),
+            (4, "uniform", "balanced", ()),  # the lookup and the finish, which has no weights
+            (2, "type:embedding", "type:block", (f"{M}.model.tie_embeddings=true",)),  # the tied copy alone
+        )
+    ),
+    Case(
+        "every_stage_has_weights",
+        (f"{M}.pipeline.num_stages=2", f"{PARTITION}=[0, 4]"),
+        PARTITION,
+        (f"{M}.pipeline.num_stages=2", f"{PARTITION}=[0, 4]", f"{M}.model.embedding_norm=true"),
     ),
     Case(
         "world_size_holds_whole_replicas",
@@ -395,3 +425,26 @@ def test_unfit_ramp_names_the_legal_neighbours():
     ramp = '{"start": 192, "increment": 16, "final": 2050, "ramp_samples": 9765625}'
     (fault,) = faults_of(MINIMAL, (f"{M}.batch_rampup={ramp}",))
     assert "2048 or 2064" in fault.message
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("even", '"balanced", "uniform", "parameters", "type:regex"'),
+        ("[]", "the number of blocks of every stage"),
+        ("[2, -1]", "the number of blocks of every stage"),
+        ("[2, 2.0]", "the number of blocks of every stage"),
+        ("3", "the number of blocks of every stage"),
+        ("type:(", "no regular expression after type:"),
+    ],
+)
+def test_a_partition_that_is_none_is_refused_with_what_there_is(value: str, says: str) -> None:
+    (fault,) = faults_of(MINIMAL, (f"{PARTITION}={value}",))
+    assert fault.path == PARTITION
+    assert says in fault.message
+
+
+def test_a_type_that_matches_nothing_hears_of_the_classes() -> None:
+    (fault,) = faults_of(MINIMAL, (f"{M}.pipeline.num_stages=2", f"{PARTITION}=type:linear"))
+    for name in ("VocabularyEmbedding", "EmbeddingFinish", "TransformerBlock", "FinalNorm"):
+        assert name in fault.message

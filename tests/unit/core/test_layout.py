@@ -1,13 +1,11 @@
 """Stages and replicas: every process has its place, and what does not fit is refused with every factor."""
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.core.errors import UserError
-from megastable.core.layout import ParallelLayout, stage_bounds
+from megastable.core.layout import ParallelLayout
 
 quick = settings(max_examples=25, deadline=None)  # no deadline: the machine may be busy
 
@@ -72,31 +70,3 @@ def test_another_world_than_the_file_asks_for_is_refused(world_size: int, expect
     assert f"brought up {world_size} process" in text
     assert f"megastable.training.world_size asks for {expected}" in text
     assert "hostfile" in text
-
-
-@quick
-@given(num_stages=small, extra=st.integers(0, 60), before=st.integers(0, 3), after=st.integers(0, 3))
-def test_stage_bounds_cover_every_layer_and_every_stage_has_a_block(
-    num_stages: int, extra: int, before: int, after: int
-) -> None:
-    num_layers = num_stages + extra
-    bounds = stage_bounds(num_layers, num_stages, before, after)
-    assert len(bounds) == num_stages + 1
-    assert (bounds[0], bounds[-1]) == (0, before + num_layers + after)
-    blocks = set(range(before, before + num_layers))
-    per_stage = [len(blocks.intersection(range(first, end))) for first, end in pairwise(bounds)]
-    assert sum(per_stage) == num_layers
-    assert min(per_stage) >= 1
-    assert max(per_stage) - min(per_stage) <= 1
-    assert per_stage == sorted(per_stage, reverse=True)  # the last stages, which hold the head, get fewer
-    if before:
-        assert bounds[1] > before
-
-
-@quick
-@given(num_layers=st.integers(1, 20), more=st.integers(1, 20))
-def test_fewer_blocks_than_stages_are_refused(num_layers: int, more: int) -> None:
-    with pytest.raises(UserError) as caught:
-        stage_bounds(num_layers, num_layers + more, 1, 2)
-    assert f"num_layers ({num_layers})" in str(caught.value)
-    assert f"num_stages ({num_layers + more})" in str(caught.value)

@@ -13,12 +13,13 @@ from megastable.core.activations import ActivationSettings, activation_bytes, bl
 from megastable.core.flops import ModelShape
 from megastable.core.memory import COPIES_CHECK_BYTES, MemoryUse, NumberFormat, memory_use
 from megastable.core.parameters import ModelParts, StageLayers, num_parameters, stage_parameters
+from megastable.core.partition import flat_layers
 from megastable.training.plan_report.formats import FORMATS
 from tests.unit.core.test_flops import BLOOM
 
 quick = settings(max_examples=25, deadline=None)
-PARTS = ModelParts(tie_embeddings=True, learned_positions=False, embedding_norm=True, norm_has_bias=True)
-MIDDLE = StageLayers(6, is_first=False, is_last=False)
+PARTS = ModelParts(tie_embeddings=True, learned_positions=False, embedding_norm=True, norm_has_bias=True, qk_norm=False)
+MIDDLE = StageLayers.blocks(6)
 SMALL_VOCABULARY = replace(BLOOM, vocab_size=1024, padded_vocab_size=1024)
 """So that the blocks, not the ends of the model, hold most at the peak."""
 BF16 = ActivationSettings(element_bytes=2, recomputed=False)
@@ -95,7 +96,7 @@ def activations(
 def test_activations_grow_with_what_makes_them(
     size: int, in_flight: int, recomputed: bool, first: bool, ranks: int, last: bool
 ) -> None:
-    stage = StageLayers(4, is_first=first, is_last=last)
+    stage = StageLayers(4, is_first=first, has_embedding_finish=first, has_final_norm=last, is_last=last)
 
     def own(batch: tuple[int, int, int] = (size, 16, in_flight), layers: StageLayers = stage, **changes: Any) -> float:
         return activations(
@@ -130,16 +131,15 @@ def test_recomputation_keeps_the_inputs_of_blocks_alone() -> None:
 
 
 @quick
-@given(st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.integers(1, 7))
-def test_stages_hold_the_whole_model_and_a_tied_head_is_a_copy(
-    tied: bool, learned: bool, embedding_norm: bool, bias: bool, cut: int
+@given(st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.integers(1, 11))
+def test_stages_hold_the_whole_model_wherever_it_is_cut_and_a_tied_head_is_a_copy(
+    tied: bool, learned: bool, embedding_norm: bool, bias: bool, qk_norm: bool, cut: int
 ) -> None:
     shape = replace(BLOOM, num_layers=8)
-    parts = ModelParts(tied, learned, embedding_norm, bias)
-    halves = (StageLayers(cut, True, False), StageLayers(8 - cut, False, True))
-    whole = num_parameters(
-        shape, tie_embeddings=tied, learned_positions=learned, embedding_norm=embedding_norm, norm_has_bias=bias
-    )
+    parts = ModelParts(tied, learned, embedding_norm, bias, qk_norm)
+    names = [layer.name for layer in flat_layers(shape, parts, recomputes_blocks=False)]
+    halves = (StageLayers.of(names[:cut]), StageLayers.of(names[cut:]))
+    whole = num_parameters(shape, parts)
     copied = shape.padded_vocab_size * shape.hidden_size if tied else 0
     assert sum(stage_parameters(shape, parts, half) for half in halves) == whole + copied
 
@@ -148,3 +148,20 @@ def test_tensor_ranks_share_matrices_and_keep_norms_and_row_biases_whole() -> No
     one, four = (stage_parameters(BLOOM, PARTS, MIDDLE, ranks) for ranks in (1, 4))
     whole = 6 * 6 * BLOOM.hidden_size  # per block two norms with biases and two row-parallel biases
     assert four == (one - whole) // 4 + whole
+
+
+def test_a_stage_of_final_norm_and_head_keeps_their_inputs_and_works_with_no_block() -> None:
+    ends = StageLayers.of(["final_norm", "head"])
+    stream = BLOOM.seq_length * BLOOM.hidden_size * 2
+    assert activations(stage=ends, batch=(1, 16, 2)) - activations(stage=ends, batch=(1, 16, 1)) == 3 * stream
+    with_block = StageLayers.of(["block_0", "final_norm", "head"])
+    assert activations(stage=ends, recomputed=True) < activations(stage=with_block, recomputed=True)
+    assert stage_parameters(BLOOM, PARTS, ends) == (BLOOM.padded_vocab_size + 2) * BLOOM.hidden_size
+
+
+def test_a_stage_of_the_embedding_alone_keeps_what_it_sends_and_its_norm_the_input() -> None:
+    ends = StageLayers.of(["embedding", "embedding_finish"])
+    stream = BLOOM.seq_length * BLOOM.hidden_size * 2
+    one = activations(SMALL_VOCABULARY, ends, batch=(1, 16, 9)) - activations(SMALL_VOCABULARY, ends, batch=(1, 16, 8))
+    assert one == 2 * stream
+    assert stage_parameters(BLOOM, PARTS, ends) == (BLOOM.padded_vocab_size + 2) * BLOOM.hidden_size

@@ -42,6 +42,8 @@ def test_json_is_one_object_with_the_ramp_and_the_totals() -> None:
     assert exit_code == 0
     told = json.loads(output)
     assert all(set(entry) == RAMP_KEYS for entry in told["ramp"])
+    assert told["stages"] == ["embedding + 6 blocks", *["6 blocks"] * 10, "4 blocks + head"]
+    assert 0 < told["imbalance"] < 0.05
     assert (told["total_steps"], told["total_samples"]) == (115_312, 220_001_200)
     assert (12_658, 9_765_808, 2048) in [
         (entry["first_step"], entry["first_sample"], entry["global_batch_size"]) for entry in told["ramp"]
@@ -53,6 +55,8 @@ def test_tables_name_steps_layout_time_memory_and_assumptions(run_file: str) -> 
     assert exit_code == 0
     assert f"{run_file}: 8 steps, 64 samples, 1,024 tokens" in output
     assert "2 stages x 2 replicas x 1 tensor ranks = 4 devices\n" in output
+    assert "embedding + 2 blocks" in output and "2 blocks + head" in output
+    assert "predicted imbalance of the stages" in output
     assert "fits: yes" in output
     assert "unknown" not in output
     assert "assumed: a stage computes at 45% of the 0.05 TFLOPs of cpu" in output

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.config import load_run_file, run_from_dict
+from megastable.config.stages import model_parts, model_shape
 from megastable.core.devices import Device
 from megastable.core.errors import UserError
 from megastable.core.parameters import num_parameters
 from megastable.training.plan_report import Machine, forecast, load_plan, search_layouts
 from megastable.training.plan_report.search import MICRO_BATCH_SIZES
-from megastable.training.plan_report.stages import model_parts, stages_of
-from megastable.training.run_plan import RunPlan, model_shape
+from megastable.training.run_plan import RunPlan
 from tests.support.tiny_run import run_dict
 from tests.unit.training.plan_examples import plan_of, sample_of_step
 
@@ -108,12 +108,11 @@ def test_every_shipped_file_is_forecast_on_its_fewest_devices(path: Path) -> Non
 def test_stages_hold_all_blocks_and_the_memory_all_weights(stages: int) -> None:
     plan = plan_of(stages, megastable__pipeline__num_stages=stages, megastable__model__tie_embeddings=False)
     model = plan.run.megastable.model
-    held = stages_of(model.num_layers, plan.layout)
+    held = plan.cut.stages
     assert sum(stage.num_blocks for stage in held) == model.num_layers
     assert (held[0].is_first, held[-1].is_last) == (True, True)
     weights = sum(use["weights"] for use in forecast(plan, None).as_dict()["memory"])
-    parts = model_parts(model)
-    assert weights == 4 * num_parameters(model_shape(model), **parts.__dict__)
+    assert weights == 4 * num_parameters(model_shape(model), model_parts(model))
 
 
 def test_a_device_is_of_the_table_or_described() -> None:
@@ -198,3 +197,9 @@ def test_a_constant_batch_has_no_start_to_move() -> None:
     found = search_layouts(plan.run, 1, MINUTE)
     assert {candidate.ramp_start for candidate in found} == {None}
     assert len(found) == 2 * len(MICRO_BATCH_SIZES)
+
+
+def test_a_list_of_blocks_for_the_files_stages_does_not_stop_the_search() -> None:
+    plan = plan_of(2, megastable__pipeline={"num_stages": 2, "partition": [3, 1]})
+    found = search_layouts(plan.run, 4, MINUTE)
+    assert {candidate.num_stages for candidate in found if candidate.reason is None} == {1, 2, 4}

@@ -365,3 +365,43 @@ def test_differences_name_where_and_what(old: dict[str, Any], new: dict[str, Any
 
 def test_a_missing_key_stands_as_none() -> None:
     assert list(differences({"a": {"b": 1}}, {"a": {}, "c": 2})) == [("a.b", 1, None), ("c", None, 2)]
+
+
+# Where the stages are cut
+
+OTHER_CUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "another list": ({"partition": [4, 4]}, {"partition": [5, 3]}),
+    "another method": ({"partition": "type:block"}, {"partition": "balanced"}),
+    "cheaper blocks under the same method": ({"activation_checkpointing": True}, {"activation_checkpointing": False}),
+}
+
+
+def two_stages(pipeline: dict[str, Any]) -> RunConfig:
+    """A model whose head costs 3.2 of its blocks, so that recomputation moves the cut."""
+    changes = {f"megastable__pipeline__{key}": value for key, value in pipeline.items()}
+    sizes = {"hidden_size": 32, "num_layers": 8, "seq_length": 16, "vocab_size": 1150}
+    return tiny_run(
+        **{f"megastable__model__{key}": value for key, value in sizes.items()},
+        megastable__pipeline__num_stages=2,
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("name", OTHER_CUTS)
+def test_stages_that_hold_other_layers_are_refused_and_the_way_back_is_told(name: str) -> None:
+    before, after = OTHER_CUTS[name]
+    saved, now = two_stages(before), two_stages(after)
+    with pytest.raises(UserError) as caught:
+        check_continues(manifest_of(saved, world_size=2), now, 2, warn=lambda text: None)
+    (line,) = str(caught.value).splitlines()[1:]
+    assert "megastable.pipeline.partition: the stages hold" in line
+    kept = json.loads(line.split("write ")[1].split(" to keep")[0])
+    check_continues(manifest_of(saved, 2), two_stages({**after, "partition": kept}), 2, warn=lambda text: None)
+
+
+def test_a_checkpoint_that_does_not_say_how_it_was_cut_is_refused() -> None:
+    run = two_stages({})
+    manifest = manifest_of(run, world_size=2)
+    del manifest.run["megastable"]["pipeline"]["partition"]
+    with pytest.raises(UserError, match="of an older version"):
+        check_continues(manifest, run, 2, warn=lambda text: None)

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 from megastable.cli.sweep_plot import check_can_plot, plot_sweep
-from megastable.cli.sweep_table import show_sweep
+from megastable.cli.sweep_table import comparison, show_sweep
 from megastable.config import load_run_file
 from megastable.core.batch_rampup import Batch
 from megastable.core.errors import UserError
@@ -28,7 +28,7 @@ from megastable.core.throughput import DEFAULT_SHARE, parse_sizes, steps_of_each
 from megastable.training.entry import refuse
 from megastable.training.host import cpu_name, memory_gib_per_process
 from megastable.training.plan_report.basis import Basis
-from megastable.training.plan_report.calibrated import calibration_file
+from megastable.training.plan_report.calibrated import calibration_file, load_calibration
 from megastable.training.plan_report.calibration_file import CalibrationFile, check_new
 from megastable.training.plan_report.request import fewest_devices
 from megastable.training.plan_report.sweep import SweepReport, as_section, measured_sweep, planned_sweep, work_of
@@ -77,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="as in a run")
     parser.add_argument("--dry-run", action="store_true", help="measure nothing")
     parser.add_argument("--device", help="with --dry-run, predict for it: A100, H100, H200, or cpu (ten seconds)")
-    parser.add_argument("--calibration", type=Path, metavar="PATH", help="with --dry-run, predict from such a file")
+    parser.add_argument("--calibration", type=Path, metavar="PATH", help="predict from such a file, too")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher appends it
     return parser.parse_args()
 
@@ -107,8 +107,8 @@ def check_outputs(arguments: argparse.Namespace) -> None:
     """
     if arguments.dry_run and (arguments.json or arguments.plot):
         raise UserError("--json and --plot write what was measured; --dry-run measures nothing")
-    if not arguments.dry_run and (arguments.device or arguments.calibration):
-        raise UserError("--device and --calibration belong to --dry-run; a sweep predicts from its own steps")
+    if not arguments.dry_run and arguments.device:
+        raise UserError("--device belongs to --dry-run; a sweep predicts from its own steps, or from a --calibration")
     if arguments.json:
         check_new(arguments.json)
     if arguments.plot:
@@ -117,6 +117,8 @@ def check_outputs(arguments: argparse.Namespace) -> None:
 
 def run_sweep(arguments: argparse.Namespace, plan: RunPlan, launch: Launch, batches: list[Batch]) -> None:
     """Measure together with the other ranks; rank 0 prints and writes."""
+    other = load_calibration(arguments.calibration, plan) if arguments.calibration else None
+
     from megastable.engine.process_group import connected  # loads torch and deepspeed
 
     with connected(launch):
@@ -125,6 +127,8 @@ def run_sweep(arguments: argparse.Namespace, plan: RunPlan, launch: Launch, batc
         return
     report = measured_sweep(plan, seconds, arguments.share)
     show_sweep(report, f"{arguments.deepspeed_config} on {launch.world_size} processes")
+    if other is not None:
+        print(comparison(report, other))
     if arguments.json:
         described(plan, report, launch).write(arguments.json)
     if arguments.plot:

@@ -44,10 +44,10 @@ def check_can_plot(prefix: Path) -> None:
     Raises:
         UserError: a package is missing, or a file is there already.
     """
-    empty_figure()
-    _plotly()
     for path in plot_paths(prefix):
         check_new(path)
+    empty_figure()
+    _plotly()
 
 
 def plot_sweep(rows: list[SweepRow], work: Work, prefix: Path, title: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 
 from megastable.cli.cells import ABSENT, percent, significant, whole
 from megastable.cli.plan import make_table, wide_console
 from megastable.core.batch_rampup import Batch
-from megastable.core.throughput import SweepRow
+from megastable.core.throughput import SweepRow, errors_of
+from megastable.training.plan_report.calibrated import Calibration
 from megastable.training.plan_report.sweep import SweepReport
 
 LEAST_WIDTH = 170
@@ -76,3 +78,12 @@ def _cells(row: SweepRow) -> list[str]:
 
 def _or_dash(value: float | None, form: Callable[[float], str]) -> str:
     return ABSENT if value is None else form(value)
+
+
+def comparison(report: SweepReport, other: Calibration) -> str:
+    """How well a calibration from elsewhere predicts what was measured here."""
+    errors = errors_of(other.cost, report.rows)
+    return (
+        f"median error of {other.source}: {percent(statistics.median(map(abs, errors)))} over all {len(errors)} batches "
+        f"({min(errors):+.1%} to {max(errors):+.1%})"
+    )

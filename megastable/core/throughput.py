@@ -220,3 +220,12 @@ def median_unseen_error(rows: Sequence[SweepRow]) -> float | None:
     """Median size of the relative error of predicted steps, of the points that the prediction has not seen."""
     errors = [abs(row.error) for row in rows if row.error is not None and not row.calibrated_on]
     return statistics.median(errors) if errors else None
+
+
+def errors_of(cost: PipelineCost, rows: Sequence[SweepRow]) -> list[float]:
+    """Predicted over measured seconds, minus 1, of every measured row, predicted from costs found elsewhere."""
+    return [
+        cost.step_seconds(row.micro_batch_size, row.num_microbatches) / row.step_seconds.median - 1
+        for row in rows
+        if row.step_seconds is not None
+    ]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megastable.cli.sweep_plot import SECONDS, check_can_plot, curves, plot_paths, plot_sweep
-from megastable.cli.sweep_table import conclusions, show_sweep
+from megastable.cli.sweep_table import comparison, conclusions, show_sweep
 from megastable.core.errors import UserError
+from megastable.core.pipeline_cost import StageTime
+from megastable.training.plan_report.calibrated import Calibration
 from megastable.training.plan_report.calibration_file import read_calibration_file
 from megastable.training.plan_report.sweep import SweepReport, as_section, measured_sweep, planned_sweep, work_of
 from megastable.training.plan_report.timing import relative_cost
@@ -72,6 +75,16 @@ def test_the_table_has_a_row_a_batch_and_the_conclusions(
     assert lines[-2:] == conclusions(report)
     assert "recommended start of a ramp: global batch" in lines[-2]
     assert "it has not seen: 0%" in lines[-1] or "e-" in lines[-1]
+
+
+def test_a_calibration_from_elsewhere_is_judged_on_every_batch(plan: RunPlan, report: SweepReport) -> None:
+    assert report.cost is not None
+    shorter = replace(report.cost, stages=tuple(
+        StageTime(*(replace(one, seconds_per_sample=0.9 * one.at(1)) for one in (stage.forward, stage.backward)))
+        for stage in report.cost.stages
+    ))  # fmt: skip
+    said = comparison(report, Calibration(shorter, None, "probe.json"))
+    assert said.startswith(f"median error of probe.json: 10.0% over all {len(report.rows)} batches (-10.0%")
 
 
 def test_the_sweep_is_in_the_calibration_file(plan: RunPlan, report: SweepReport, tmp_path: Path) -> None:

@@ -83,7 +83,8 @@ def _or_dash(value: float | None, form: Callable[[float], str]) -> str:
 def comparison(report: SweepReport, other: Calibration) -> str:
     """How well a calibration from elsewhere predicts what was measured here."""
     errors = errors_of(other.cost, report.rows)
+    median = statistics.median(map(abs, errors))
     return (
-        f"median error of {other.source}: {percent(statistics.median(map(abs, errors)))} over all {len(errors)} batches "
+        f"median error of {other.source}: {percent(median)} over all {len(errors)} batches "
         f"({min(errors):+.1%} to {max(errors):+.1%})"
     )

@@ -126,7 +126,9 @@ def test_the_share_of_the_limit_is_what_the_fixed_cost_leaves(per_sample: float,
 
 def test_a_measured_row_by_hand() -> None:
     cost = calibrate([MeasuredStep(2, 1, 8.0), MeasuredStep(2, 5, 16.0)], WORK.num_stages)  # 2 s a slot
-    row = measured_row(Batch(20, 2, 5), WORK, StepSeconds.of([21.0, 20.0, 19.0, 50.0]), cost, cost, False)
+    twice = calibrate([MeasuredStep(2, 1, 16.0), MeasuredStep(2, 5, 32.0)], WORK.num_stages)
+    row = measured_row(Batch(20, 2, 5), WORK, StepSeconds.of([21.0, 20.0, 19.0, 50.0]), twice, cost, False)
+    assert row.share_of_limit == pytest.approx(8 * 4 / 20.5)  # 8 slots of 4 s
     assert row.step_seconds == StepSeconds(median=20.5, least=19.0, most=50.0, num_steps=4)
     assert row.tokens_per_second == 20 * 16 / 20.5
     assert row.tflops_per_device == pytest.approx(20 * 1e9 / 20.5 / 8 / 1e12)

@@ -8,7 +8,7 @@ HERE = Path(__file__).parent
 namespace: dict[str, str] = {}
 exec((HERE / "megastable" / "__init__.py").read_text(encoding="utf-8"), namespace)
 
-PLOT = ["matplotlib>=3.8"]
+PLOT = ["matplotlib>=3.8", "plotly>=6"]
 
 setup(
     name="megastable",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megastable.config import RunConfig, run_from_dict
+from megastable.core.batch_rampup import Batch
 from megastable.training.run_plan import RunPlan
 
 
@@ -39,9 +40,9 @@ def small_run(arguments: argparse.Namespace, batch: int, **sections: Any) -> Run
     )  # fmt: skip
 
 
-def random_micro_batches(plan: RunPlan) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
-    """One step's worth of random tokens."""
-    batch, size = plan.ramp.at(0), plan.run.megastable.model
+def random_micro_batches(plan: RunPlan, batch: Batch | None = None) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
+    """One step's worth of random tokens, for ``batch`` or the first of the plan."""
+    batch, size = batch or plan.ramp.at(0), plan.run.megastable.model
     for _ in range(batch.num_microbatches):
         ids = torch.randint(0, size.vocab_size, (batch.micro_batch_size, size.seq_length))
         yield ids, (ids, torch.tensor(float(ids.numel())))

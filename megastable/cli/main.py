@@ -17,7 +17,7 @@ from megastable.cli.plot import plot_run
 from megastable.cli.watch import watch_run
 from megastable.config import json_schema
 from megastable.core.errors import UserError
-from megastable.training.plan_report import DEFAULT_EFFICIENCY, Machine, forecast, load_plan, load_run
+from megastable.training.plan_report import DEFAULT_EFFICIENCY, Basis, Machine, forecast, load_plan, load_run
 from megastable.training.preflight import preflight
 from megastable.training.preflight.gpus import installed_gpus
 
@@ -94,7 +94,8 @@ def plan(
         typer.Option(min=1, help="devices of the launch; default: megastable.training.world_size, else one replica"),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="A100, H100, H200, or cpu with the two figures below; without it no times")
+        str | None,
+        typer.Option(help="A100, H100, H200, or cpu: this one, measured for ten seconds; without it no times"),
     ] = None,
     peak_tflops: Annotated[
         float | None, typer.Option(min=0.000001, help="peak of a device that is not in the table")
@@ -103,6 +104,12 @@ def plan(
     efficiency: Annotated[
         float, typer.Option(min=0.01, max=1, help="share of the peak that a stage reaches while it computes")
     ] = DEFAULT_EFFICIENCY,
+    calibration: Annotated[
+        Path | None, typer.Option(help="predict from this file of a sweep or a probe instead of a device")
+    ] = None,
+    save_calibration: Annotated[
+        Path | None, typer.Option(help="write what --device cpu measured into this new file")
+    ] = None,
     search: Annotated[
         bool, typer.Option("--search", help="rank the layouts that so many devices allow; needs --device")
     ] = False,
@@ -112,7 +119,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="print one object instead of tables")] = False,
 ) -> None:
     """Tell what a run will take before it is launched: steps, time, memory. No GPU, and nothing is
-    written but the picture that --plot asks for.
+    written but the files that --plot and --save-calibration ask for.
 
     The ramp is expanded as training will do it: the first step and sample of
     every batch, its micro-batches, and the share of the time that a pipeline
@@ -123,6 +130,12 @@ def plan(
     schedule: an estimate, whose assumptions are printed with it. Measure a few
     steps and set --efficiency before you rely on it. Without --device no time
     is given.
+
+    --device cpu without --peak-tflops and --memory-gib measures this machine
+    for about ten seconds instead: the model's own layers, as many processes
+    at a time as the launch has. --calibration takes times that were measured
+    before, by benchmarks/tflops_vs_gbs.py or --save-calibration; they must be
+    of the same model, stages and number format. --search knows neither.
 
     Memory is counted by stage and kind, for the run's number formats, ZeRO 1,
     recomputation and the micro-batches in flight.
@@ -141,12 +154,15 @@ def plan(
 
     Exit code 0, also where it does not fit; 2 where the file is refused.
     """
-    machine = Machine.of(device, peak_tflops, memory_gib, efficiency)
     if search:
+        if calibration or save_calibration:
+            raise UserError("--search: measured times belong to one layout, so it takes neither calibration option")
+        machine = Machine.of(device, peak_tflops, memory_gib, efficiency)
         print_layouts(*load_run(config, devices), machine, str(config), as_json)
         return
     run_plan, assumed = load_plan(config, devices)
-    result = forecast(run_plan, machine)
+    basis = Basis.of(run_plan, device, peak_tflops, memory_gib, efficiency, calibration, save_calibration)
+    result = forecast(run_plan, basis.machine, basis.calibration)
     if plot is not None:
         plot_forecast(result, plot)
     if as_json:

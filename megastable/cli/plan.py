@@ -102,11 +102,12 @@ def _memorymake_table(forecast: Forecast) -> Table:
 
 
 def _fit(forecast: Forecast) -> str:
-    if forecast.machine is None:
-        return f"fits: {UNKNOWN}, no device is named"
-    device, stage = forecast.machine.device, forecast.fullest_stage
+    if forecast.usable_bytes is None:
+        return f"fits: {UNKNOWN}, {'no device is named' if forecast.calibration is None else 'its memory is not known'}"
+    stage, machine = forecast.fullest_stage, forecast.machine
     needed = forecast.memory[stage].total / GIB
-    return (
-        f"fits: {'yes' if forecast.fits else 'NO'}; stage {stage} needs {needed:.1f} of {device.memory_gib:g} GiB, of "
-        f"which {device.reserved_gib:g} are kept for the driver and libraries"
-    )
+    line = f"fits: {'yes' if forecast.fits else 'NO'}; stage {stage} needs {needed:.1f} of "
+    if machine is None:
+        return f"{line}{forecast.usable_bytes / GIB:.1f} GiB"
+    device = machine.device
+    return f"{line}{device.memory_gib:g} GiB, of which {device.reserved_gib:g} are kept for the driver and libraries"

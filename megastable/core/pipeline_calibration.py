@@ -3,11 +3,14 @@
 Measured are whole steps, of which equal stages make (m + p - 1)(a + b x micro-batch size) + c. The three numbers are
 those that leave the least squares of relative errors. Steps of a single micro-batch size cannot tell a from b, so a is
 0 there, and two numbers are left: the speed without bubble (the peak), and the fixed cost of a step.
+
+Stages of unequal work have the same three numbers: a and b are those of the slowest, the others have their share of
+them, and in place of (m + p - 1) stands what a pipeline of such stages takes where the slowest takes 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megastable.core.errors import UserError
@@ -35,9 +38,22 @@ class MeasuredStep:
 
 
 def calibrate(steps: Sequence[MeasuredStep], num_stages: int) -> PipelineCost:
-    """The pipeline of ``num_stages`` equal stages that fits the measured steps best.
+    """The pipeline of ``num_stages`` equal stages that fits best; errors as ``calibrate_unequal``."""
+    # A step's time does not tell forward from backward, and on equal stages does not depend on it.
+    forward, backward = (
+        MicroBatchTime(seconds_per_sample=1.0),
+        MicroBatchTime(seconds_per_sample=BACKWARD_FORWARD_RATIO),
+    )
+    return calibrate_unequal(steps, PipelineCost((StageTime(forward, backward),) * num_stages))
+
+
+def calibrate_unequal(steps: Sequence[MeasuredStep], work: PipelineCost) -> PipelineCost:
+    """The pipeline that fits the measured steps best and divides its time among stages and passes as ``work`` does.
 
     No cost is negative: one that would be is left out, and the others are fitted again.
+
+    Args:
+        work: of one sample on every stage, in any unit.
 
     Raises:
         UserError: there are too few different steps.
@@ -47,31 +63,59 @@ def calibrate(steps: Sequence[MeasuredStep], num_stages: int) -> PipelineCost:
     kept = ["per_sample", "fixed"]
     if len({step.micro_batch_size for step in steps}) > 1:
         kept.insert(0, "per_micro_batch")
-    rows = [_terms(step, num_stages) for step in steps]
+    shares = _shares_of_slowest(work)
+    # Dividing by the measured time makes every error a relative one.
+    terms = [(_terms(step, shares), step.step_seconds) for step in steps]
+    found = _fitted([{name: value / took for name, value in row.items()} for row, took in terms], kept)
+    slowest = MicroBatchTime(found.get("per_micro_batch", 0.0), found.get("per_sample", 0.0))
+    stages = tuple(
+        StageTime(_scaled(slowest, stage.forward.at(1)), _scaled(slowest, stage.backward.at(1)))
+        for stage in shares.stages
+    )
+    return PipelineCost(stages, fixed_seconds=found.get("fixed", 0.0))
+
+
+def line_through(seconds: Mapping[int, float]) -> MicroBatchTime:
+    """The line over the micro-batch size that fits measured ``seconds`` best, relatively; no part of it is negative.
+
+    Of a single size it goes through the origin.
+    """
+    kept = ["seconds", "seconds_per_sample"] if len(seconds) > 1 else ["seconds_per_sample"]
+    rows = [{"seconds": 1 / took, "seconds_per_sample": size / took} for size, took in seconds.items()]
+    return MicroBatchTime(**_fitted(rows, kept))
+
+
+def _fitted(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, float]:
+    """What the named columns are to be multiplied by so that every row sums to 1. None is negative: it is left out."""
+    kept = list(names)
     while True:
-        # Dividing by the measured time makes every error a relative one.
-        matrix = [[row[name] / step.step_seconds for name in kept] for row, step in zip(rows, steps, strict=True)]
-        found = dict(zip(kept, _least_squares(matrix), strict=True))
+        found = dict(zip(kept, _least_squares([[row[name] for name in kept] for row in rows]), strict=True))
         worst = min(found, key=lambda name: found[name])
         if found[worst] >= 0 or len(kept) == 1:
-            break
+            return found
         kept.remove(worst)
-    per_stage = MicroBatchTime(found.get("per_micro_batch", 0.0), found.get("per_sample", 0.0))
-    return PipelineCost((_split(per_stage),) * num_stages, fixed_seconds=found.get("fixed", 0.0))
 
 
-def _terms(step: MeasuredStep, num_stages: int) -> dict[str, float]:
-    slots = step.num_microbatches + num_stages - 1
+def _shares_of_slowest(work: PipelineCost) -> PipelineCost:
+    """The work of a sample in units of the slowest stage's two passes."""
+    whole = work.passes(1).slowest_stage
+    return PipelineCost(
+        tuple(
+            StageTime(
+                *(MicroBatchTime(seconds_per_sample=one.at(1) / whole) for one in (stage.forward, stage.backward))
+            )
+            for stage in work.stages
+        )
+    )
+
+
+def _terms(step: MeasuredStep, shares: PipelineCost) -> dict[str, float]:
+    slots = shares.pipeline_seconds(1, step.num_microbatches)
     return {"per_micro_batch": slots, "per_sample": slots * step.micro_batch_size, "fixed": 1.0}
 
 
-def _split(both: MicroBatchTime) -> StageTime:
-    """A step's time does not tell forward from backward, and on equal stages does not depend on it."""
-    forward, backward = (
-        MicroBatchTime(both.seconds * share, both.seconds_per_sample * share)
-        for share in (1 / (1 + BACKWARD_FORWARD_RATIO), BACKWARD_FORWARD_RATIO / (1 + BACKWARD_FORWARD_RATIO))
-    )
-    return StageTime(forward, backward)
+def _scaled(time: MicroBatchTime, factor: float) -> MicroBatchTime:
+    return MicroBatchTime(time.seconds * factor, time.seconds_per_sample * factor)
 
 
 def _least_squares(matrix: Sequence[Sequence[float]]) -> list[float]:

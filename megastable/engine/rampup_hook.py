@@ -20,6 +20,11 @@ class BatchRampupHook:
     def before_step(self, consumed_samples: int) -> Batch:
         """The batch of the step that starts at ``consumed_samples``, applied to the engine."""
         batch = self._ramp.at(consumed_samples)
+        self.apply(batch)
+        return batch
+
+    def apply(self, batch: Batch) -> None:
+        """Make ``batch`` that of the next steps, whatever the ramp says."""
         engine = self._engine
         if batch.micro_batch_size != engine.micro_batch_size:
             engine.set_train_micro_batch_size(batch.micro_batch_size)
@@ -28,4 +33,3 @@ class BatchRampupHook:
             engine.reset_activation_shape()
         if batch.global_batch_size != engine.train_batch_size():
             engine.set_train_batch_size(batch.global_batch_size)
-        return batch

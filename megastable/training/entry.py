@@ -40,7 +40,7 @@ def run_command(request: RunRequest) -> int:
     try:
         _plan_and_train(request)
     except UserError as error:
-        return _refuse(error, os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+        return refuse(error)
     except KeyboardInterrupt:
         return EXIT_CODE_INTERRUPTED
     return 0
@@ -84,7 +84,9 @@ def _warn(launch: Launch, text: str) -> None:
         print(f"[megastable] {text}", file=sys.stderr, flush=True)
 
 
-def _refuse(error: UserError, rank: str) -> int:
+def refuse(error: UserError) -> int:
+    """Print what a user has to mend, once for all ranks of a launch; returns the exit code."""
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     if rank != "0":
         # All ranks find the same fault. A launcher ends the others with the first that exits: let rank 0 speak.
         time.sleep(RANK_0_SPEAKS_FIRST_SECONDS)

@@ -11,6 +11,7 @@ DEFAULT_EFFICIENCY = 0.45
 """Share of a device's peak that a stage reaches while it computes. BLOOM-176B measured 150 of an A100's 312 TFLOPs at
 its full batch, everything counted (0.48)."""
 CPU = "cpu"
+OUTSIDE_THE_STEPS = "evaluations, checkpoints, restarts and the reading of data are left out"
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Machine:
         lines = [
             f"a stage computes at {self.efficiency:.0%} of the {peak:g} TFLOPs of {device.name} in {number_format} "
             f"({device.source}), at every micro-batch size; measure a few steps and set --efficiency",
-            "evaluations, checkpoints, restarts and the reading of data are left out",
+            OUTSIDE_THE_STEPS,
         ]
         if device.node_gb_per_second is None or device.network_gb_per_second is None:
             lines.append("what is sent between devices takes no time: the links of this device are not known")

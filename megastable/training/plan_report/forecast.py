@@ -9,7 +9,8 @@ from megastable.core.batch_rampup import RampPhase
 from megastable.core.flops import tflops_per_device
 from megastable.core.memory import MemoryUse
 from megastable.core.pipeline_cost import PipelineCost, bubble
-from megastable.training.plan_report.assumptions import Machine
+from megastable.training.plan_report.assumptions import OUTSIDE_THE_STEPS, Machine
+from megastable.training.plan_report.calibrated import Calibration
 from megastable.training.plan_report.memory import stage_memory
 from megastable.training.plan_report.timing import relative_cost, step_cost
 from megastable.training.run_plan import RunPlan
@@ -49,11 +50,13 @@ class Forecast:
     phases: list[PhaseForecast]
     memory: list[MemoryUse]
     """Of one device of every stage, from the first to the last."""
+    calibration: Calibration | None = None
+    """What was measured, and is predicted from instead of a machine."""
 
     @property
     def seconds_to_train(self) -> float | None:
-        """All steps; None where the device is not known."""
-        if self.machine is None:
+        """All steps; None where nothing is known of the device."""
+        if self.machine is None and self.calibration is None:
             return None
         return sum(entry.phase.num_steps * entry.speed.step_seconds for entry in self.phases if entry.speed)
 
@@ -63,16 +66,23 @@ class Forecast:
         return max(range(len(self.memory)), key=lambda stage: self.memory[stage].total)
 
     @property
+    def usable_bytes(self) -> float | None:
+        """Memory of a device that is left for training; None where it is not known."""
+        known = self.machine.device if self.machine else self.calibration
+        return known.usable_bytes if known else None
+
+    @property
     def fits(self) -> bool | None:
-        """Whether every stage fits its devices; None where the device is not known."""
-        if self.machine is None:
-            return None
-        return self.memory[self.fullest_stage].total <= self.machine.device.usable_bytes
+        """Whether every stage fits its devices; None where their memory is not known."""
+        usable = self.usable_bytes
+        return None if usable is None else self.memory[self.fullest_stage].total <= usable
 
     @property
     def assumptions(self) -> list[str]:
         """What the numbers rest on."""
         always = ["memory is counted from the code (beside measured steps in docs/planning.md); fragments come on top"]
+        if self.calibration is not None:
+            return [f"times are those of {self.calibration.source}", OUTSIDE_THE_STEPS, *always]
         if self.machine is None:
             return ["no device is named, so times and speeds are unknown; name one with --device", *always]
         return [*self.machine.assumptions(self.plan.run.number_format), *always]
@@ -93,18 +103,20 @@ class Forecast:
             "seconds_to_train": self.seconds_to_train,
             "device": asdict(machine.device) if machine else None,
             "efficiency": machine.efficiency if machine else None,
+            "calibration": self.calibration.source if self.calibration else None,
             "memory": [{"stage": stage, **use.by_kind()} for stage, use in enumerate(self.memory)],
             "fits": self.fits,
             "assumptions": self.assumptions,
         }
 
 
-def forecast(plan: RunPlan, machine: Machine | None) -> Forecast:
-    """Forecast a planned run; without a machine only what does not depend on one."""
-    cost = step_cost(plan, machine) if machine else None
+def forecast(plan: RunPlan, machine: Machine | None, calibration: Calibration | None = None) -> Forecast:
+    """Forecast a planned run from a machine or a calibration; with neither only what does not depend on one."""
+    cost = calibration.cost if calibration else step_cost(plan, machine) if machine else None
     shares = cost or relative_cost(plan)
     phases = [_forecast_phase(plan, phase, shares, cost) for phase in plan.phases]
-    return Forecast(plan, machine, phases, stage_memory(plan, on_cpu=machine is not None and machine.on_cpu))
+    on_cpu = calibration.on_cpu if calibration else machine is not None and machine.on_cpu
+    return Forecast(plan, machine, phases, stage_memory(plan, on_cpu), calibration)
 
 
 def _forecast_phase(plan: RunPlan, phase: RampPhase, shares: PipelineCost, cost: PipelineCost | None) -> PhaseForecast:

@@ -24,7 +24,7 @@ class LaunchedRun(Section):
 
 
 def auto_starts_from_one_sample(launched: LaunchedRun, batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
-    """A size that "auto" would not read is not given. Until the choice is made, every batch is split by it."""
+    """A size that "auto" would not read is not given. Until the choice is made every batch is split by it."""
     if batch_rampup.chooses_micro_batch_sizes and launched.micro_batch_size != 1:
         yield Fault(
             "train_micro_batch_size_per_gpu",

@@ -9,11 +9,13 @@ from megastable.training.plan_report.micro_batch_sizes import with_chosen_micro_
 from megastable.training.run_plan import RunPlan
 
 
-def load_plan(path: Path, num_devices: int | None) -> tuple[RunPlan, bool]:
+def load_plan(path: Path, num_devices: int | None, choose: bool = True) -> tuple[RunPlan, bool]:
     """The plan of a run file, and whether the number of devices was only assumed.
 
     Args:
         num_devices: None for as many as the file asks for, else the fewest that hold its stages and tensor ranks.
+
+        choose: make the choice of micro-batch sizes, where the file leaves it open; without it they are of one sample.
 
     Raises:
         UserError: the file cannot be read, holds faults or does not fit the devices; or its micro-batch sizes are to be
@@ -22,7 +24,7 @@ def load_plan(path: Path, num_devices: int | None) -> tuple[RunPlan, bool]:
     run, devices = load_run(path, num_devices)
     assumed = num_devices is None and run.megastable.training.world_size is None
     run = load_run_file(path, world_size=devices)  # now also checked on its layout
-    return RunPlan.of(with_chosen_micro_batches(run, devices), devices), assumed
+    return RunPlan.of(with_chosen_micro_batches(run, devices) if choose else run, devices), assumed
 
 
 def load_run(path: Path, num_devices: int | None) -> tuple[RunConfig, int]:

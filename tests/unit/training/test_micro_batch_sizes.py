@@ -62,7 +62,7 @@ def test_it_goes_by_the_calibration(tmp_path: Path) -> None:
     # (m + 1)(0.9 + 0.1 d) seconds with m d = 4, 8 ... 24: a second micro-batch is worth its cost from 20 on.
     chosen = with_chosen_micro_batches(auto_run(calibrated(tmp_path, COSTLY)), 2)
     assert sizes_of(chosen) == ((4, 4), (8, 8), (12, 12), (16, 16), (20, 10), (24, 12))
-    assert [phase.batch.num_microbatches for phase in RunPlan.of(chosen, 2).phases] == [1, 1, 1]
+    assert [phase.batch.num_microbatches for phase in RunPlan.of(chosen, 2).phases] == [1, 1, 1, 1, 2]
 
 
 @quick
@@ -207,6 +207,15 @@ def test_plan_and_check_tell_the_choice(fresh: RunRequest, trained: list[RunPlan
     findings = preflight(fresh.run_file, 2, ())
     (finding,) = (each for each in findings if each.key == "megastable.batch_rampup.micro_batch_size")
     assert "from batch 4: 4 x 1, batch 8: 8 x 1, batch 12: 12 x 1" in finding.message
+
+
+def test_a_plan_can_be_had_before_the_calibration_is_measured(fresh: RunRequest, tmp_path: Path) -> None:
+    """Of micro-batches of one sample: what is measured now may be what they are to be chosen by."""
+    (tmp_path / "calibration.json").unlink()
+    plan, _ = load_plan(fresh.run_file, 2, choose=False)
+    assert {phase.batch.micro_batch_size for phase in plan.phases} == {1}
+    with pytest.raises(UserError, match="is neither a file"):
+        load_plan(fresh.run_file, 2)
 
 
 def test_check_lists_what_hinders_the_choice(fresh: RunRequest, tmp_path: Path) -> None:

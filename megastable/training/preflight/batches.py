@@ -66,7 +66,8 @@ def _idle_time(review: Review, batch: Batch) -> str:
 def _larger_batch(review: Review, batch: Batch) -> str:
     layout = review.plan.layout
     needed = fewest_microbatches(layout.num_stages) * batch.micro_batch_size * layout.data_parallel_size
-    smaller = ", a smaller micro-batch" if batch.micro_batch_size > 1 else ""
+    chosen = review.run.megastable.batch_rampup.chooses_micro_batch_sizes  # and a smaller one would be slower
+    smaller = ", a smaller micro-batch" if batch.micro_batch_size > 1 and not chosen else ""
     return f"a batch of at least {needed}{smaller} or fewer stages (at most {MOST_IDLE:.0%} idle)"
 
 

@@ -71,9 +71,9 @@ def _rampmake_table(forecast: Forecast) -> Table:
     return table
 
 
-def wide_console() -> Console:
+def wide_console(least_width: int = LEAST_WIDTH) -> Console:
     """One that does not squeeze tables where the output is no terminal."""
-    return Console(highlight=False, soft_wrap=True, width=max(Console().width, LEAST_WIDTH))
+    return Console(highlight=False, soft_wrap=True, width=max(Console().width, least_width))
 
 
 def make_table(title: str, *headings: str) -> Table:

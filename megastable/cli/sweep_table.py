@@ -10,20 +10,21 @@ from megastable.core.batch_rampup import Batch
 from megastable.core.throughput import SweepRow
 from megastable.training.plan_report.sweep import SweepReport
 
+LEAST_WIDTH = 170
 COLUMNS = ("batch", "micro-batches", "a step, s", "min", "max", "steps", "tokens/s", "TFLOPs", "hardware", "bubble",
            "limit", "of limit", "predicted, s", "error")  # fmt: skip
-CAPTION = """TFLOPs: model operations, per device; hardware: with recomputation and padding; limit: m/(m+p-1);
-of limit: measured speed over the fitted speed without bubble and fixed cost times the limit;
+CAPTION = """TFLOPs: model operations, per device; hardware: with recomputation and padding; limit: m/(m+p-1)"""
+MEASURED_CAPTION = """of limit: measured speed over the limit times the fitted speed without bubble and fixed cost
 predicted: from the steps marked *, which it has seen"""
 
 
 def show_sweep(report: SweepReport, name: str) -> None:
     """Print a row for every batch, the recommended start, and how good the prediction was."""
-    console = wide_console()
+    console = wide_console(LEAST_WIDTH)
     table = make_table(name, *COLUMNS)
     for row in report.rows:
         table.add_row(*_cells(row))
-    table.caption = CAPTION
+    table.caption = f"{CAPTION}\n{MEASURED_CAPTION}" if _is_measured(report) else CAPTION
     console.print(table)
     for line in conclusions(report):
         console.print(line)
@@ -31,7 +32,7 @@ def show_sweep(report: SweepReport, name: str) -> None:
 
 def conclusions(report: SweepReport) -> list[str]:
     """What follows from the rows, a line each."""
-    measured = report.rows[0].step_seconds is not None
+    measured = _is_measured(report)
     lines = [f"recommended start of a ramp: {_recommendation(report.recommended, report.share, measured)}"]
     if measured:
         error = report.median_unseen_error
@@ -39,6 +40,10 @@ def conclusions(report: SweepReport) -> list[str]:
         told = "unknown, every batch was calibrated on" if error is None else percent(error)
         lines.append(f"median error of the prediction on batches that it has not seen: {told} (calibrated on {seen})")
     return lines
+
+
+def _is_measured(report: SweepReport) -> bool:
+    return report.rows[0].step_seconds is not None
 
 
 def _recommendation(start: Batch | None, share: float, measured: bool) -> str:

@@ -128,6 +128,11 @@ def steps_of_each(batches: Sequence[Batch], rounds: int) -> dict[Batch, int]:
     return {batch: min(rounds, max(least, round(rounds * median / batch.global_batch_size))) for batch in batches}
 
 
+def takes_part(round_number: int, num_steps: int, rounds: int) -> bool:
+    """Whether this round (from 1) is one of the ``num_steps`` in which a batch is measured; they are evenly spread."""
+    return round_number * num_steps // rounds > (round_number - 1) * num_steps // rounds
+
+
 def calibration_half(batches: Sequence[Batch]) -> list[Batch]:
     """The points that a prediction of the others is fitted to.
 

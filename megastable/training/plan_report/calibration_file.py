@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from megastable.config import RunConfig
 from megastable.config.section import Section
@@ -55,6 +55,15 @@ class CalibrationFile(Section):
     run: dict[str, Any] = Field(description="The keys of the run file that the times depend on, by their paths.")
     cost: PipelineCost = Field(description="Seconds of every stage's passes, of a transfer and once a step.")
     sweep: Sweep | None = None
+
+    @field_validator("cost")
+    @classmethod
+    def _possible(cls, cost: PipelineCost) -> PipelineCost:
+        passes = [line for stage in cost.stages for line in (stage.forward, stage.backward)]
+        parts = [part for line in (*passes, cost.transfer) for part in (line.seconds, line.seconds_per_sample)]
+        if min(*parts, cost.fixed_seconds) < 0 or any(line.at(1) == 0 for line in passes):
+            raise ValueError("no time may be negative, and no pass may take none")
+        return cost
 
     def write(self, path: Path) -> None:
         """Write a new file.

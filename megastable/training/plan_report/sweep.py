@@ -19,6 +19,7 @@ from megastable.core.throughput import (
     recommended_start,
     tokens_per_second,
 )
+from megastable.training.plan_report.calibration_file import Sweep
 from megastable.training.plan_report.timing import relative_cost
 from megastable.training.run_plan import RunPlan
 
@@ -72,6 +73,22 @@ def fitted_cost(plan: RunPlan, steps: Mapping[Batch, StepSeconds]) -> PipelineCo
         MeasuredStep(batch.micro_batch_size, batch.num_microbatches, took.median) for batch, took in steps.items()
     ]
     return calibrate_unequal(measured, relative_cost(plan))
+
+
+def as_section(report: SweepReport) -> Sweep:
+    """What a calibration file keeps of a measured sweep.
+
+    Raises:
+        ValueError: nothing was measured.
+    """
+    if report.recommended is None:
+        raise ValueError("only a measured sweep is kept")
+    return Sweep(
+        rows=tuple(report.rows),
+        share=report.share,
+        recommended_global_batch_size=report.recommended.global_batch_size,
+        median_unseen_error=report.median_unseen_error,
+    )
 
 
 def work_of(plan: RunPlan) -> Work:

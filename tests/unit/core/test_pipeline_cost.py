@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megastable.core.devices import DEVICES, find_device
 from megastable.core.errors import UserError
-from megastable.core.pipeline_calibration import MeasuredStep, calibrate
+from megastable.core.pipeline_calibration import MeasuredStep, calibrate, calibrate_unequal, line_through
 from megastable.core.pipeline_cost import MicroBatchTime, PipelineCost, StageTime, bubble, equal_stages_seconds
 from megastable.core.pipeline_simulation import (
     BACKWARD,
@@ -90,6 +90,45 @@ def test_calibration_finds_the_costs_that_made_the_steps(a: float, b: float, c: 
     found = calibrate(made, p)
     for step in made:
         assert found.step_seconds(step.micro_batch_size, step.num_microbatches) == pytest.approx(step.step_seconds)
+
+
+@quick
+@given(st.floats(0, 1), st.floats(0.01, 1), st.floats(0, 5), uneven)
+def test_calibration_finds_the_costs_of_unequal_stages(a: float, b: float, c: float, work: PassSeconds) -> None:
+    """A sample's work on every stage, in any unit, is enough for their shares of the three numbers."""
+
+    def stages_of(fixed: float, per_sample: float) -> tuple[StageTime, ...]:
+        def line(share: float) -> MicroBatchTime:
+            return MicroBatchTime(fixed * share, per_sample * share)
+
+        return tuple(StageTime(line(f), line(b)) for f, b in zip(work.forward, work.backward, strict=True))
+
+    true = PipelineCost(stages_of(a, b), fixed_seconds=c)
+    made = [
+        MeasuredStep(size, count, true.step_seconds(size, count))
+        for size, count in ((1, 2), (1, 8), (2, 4), (4, 16), (8, 3))
+    ]
+    found = calibrate_unequal(made, PipelineCost(stages_of(0, 1000.0)))
+    for size, count in ((1, 1), (3, 7), (8, 40)):
+        assert found.step_seconds(size, count) == pytest.approx(true.step_seconds(size, count))
+        assert found.idle_share(size, count) == pytest.approx(true.idle_share(size, count))
+
+
+@quick
+@given(st.floats(0, 1), st.floats(0.01, 1))
+def test_a_line_is_found_from_its_points(a: float, b: float) -> None:
+    line = MicroBatchTime(a, b)
+    found = line_through({size: line.at(size) for size in (1, 2, 8)})
+    assert (found.seconds, found.seconds_per_sample) == (pytest.approx(a, abs=1e-9), pytest.approx(b))
+    assert line_through({4: line.at(4)}) == MicroBatchTime(0.0, pytest.approx(line.at(4) / 4))
+
+
+@quick
+@given(st.dictionaries(st.sampled_from([1, 2, 4, 8]), seconds, min_size=1))
+def test_no_part_of_a_line_is_negative(points: dict[int, float]) -> None:
+    found = line_through(points)
+    assert found.seconds >= 0
+    assert found.seconds_per_sample >= 0
 
 
 def test_no_cost_is_calibrated_below_zero() -> None:

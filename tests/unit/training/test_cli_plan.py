@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 
 from megastable.cli.main import app
 from megastable.cli.plan import shown_indices
+from megastable.training.plan_report import load_plan
 from tests.support.tiny_run import run_dict
+from tests.unit.training.calibration_examples import cost_of_stages, file_of
 from tests.unit.training.test_cli import PNG, exit_of_main
 
 REPOSITORY = Path(__file__).parents[3]
@@ -72,6 +74,21 @@ def test_a_run_that_does_not_fit_is_told_so_with_exit_code_0(run_file: str) -> N
     assert "fits: NO" in output
 
 
+def test_measured_times_take_the_place_of_a_device(run_file: str, tmp_path: Path) -> None:
+    calibration = tmp_path / "sweep.json"
+    run_plan, _ = load_plan(Path(run_file), None)
+    file_of(run_plan).write(calibration)
+    exit_code, output = plan(run_file, "--calibration", str(calibration))
+    assert exit_code == 0
+    assert f"assumed: times are those of {calibration}, a sweep on a machine" in output
+    assert "fits: yes" in output
+    told = json.loads(plan(run_file, "--calibration", str(calibration), "--json")[1])
+    cost = cost_of_stages(2)
+    assert [phase["step_seconds"] for phase in told["phases"]] == [
+        cost.step_seconds(phase.batch.micro_batch_size, phase.batch.num_microbatches) for phase in run_plan.phases
+    ]
+
+
 def test_search_shows_the_fastest_layouts_and_the_reasons(run_file: str) -> None:
     exit_code, output = plan(run_file, "--devices", "4", *CPU, "--search")
     assert exit_code == 0
@@ -102,8 +119,16 @@ def test_plot_draws_the_ramp(run_file: str, tmp_path: Path, device: tuple[str, .
     ("options", "says"),
     [
         (("--device", "B17"), "--device B17"),
-        (("--device", "cpu"), "--peak-tflops"),
+        (("--device", "cpu", "--memory-gib", "4"), "--peak-tflops"),
+        (("--device", "cpu", "--search"), "--peak-tflops"),
         (("--search",), "--device"),
+        (("--search", "--calibration", "sweep.json"), "--search"),
+        (("--calibration", "missing.json"), "missing.json: cannot be read"),
+        (("--calibration", "sweep.json", "--device", "A100"), "--calibration"),
+        (("--save-calibration", "new.json"), "--save-calibration"),
+        (("--save-calibration", "new.json", "--device", "A100"), "--save-calibration"),
+        (("--save-calibration", "new.json", *CPU), "--save-calibration"),
+        (("--save-calibration", "nowhere/new.json", "--device", "cpu"), "nowhere/new.json"),
         (("--devices", "3"), "world size 3"),
         (("--plot", "out.doc"), "out.doc"),
     ],
@@ -128,10 +153,12 @@ def test_a_long_ramp_is_shown_by_some_of_its_phases_with_both_ends() -> None:
     assert (shown[0], shown[-1], len(shown)) == (0, 116, 12)
 
 
-def test_it_needs_no_torch() -> None:
+def test_it_needs_no_torch(tmp_path: Path) -> None:
+    calibration = tmp_path / "sweep.json"
+    file_of(load_plan(Path(BLOOM), 384)[0]).write(calibration)
     script = (
         "import sys; sys.modules.update(torch=None, deepspeed=None, numpy=None); "
-        f"sys.argv = ['megastable', 'plan', {BLOOM!r}, '--devices', '384', '--device', 'H100']; "
+        f"sys.argv = ['megastable', 'plan', {BLOOM!r}, '--devices', '384', '--calibration', {str(calibration)!r}]; "
         "from megastable.cli.main import main; main()"
     )
     finished = subprocess.run(

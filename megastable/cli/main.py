@@ -160,8 +160,11 @@ def plan(
         machine = Machine.of(device, peak_tflops, memory_gib, efficiency)
         print_layouts(*load_run(config, devices), machine, str(config), as_json)
         return
-    run_plan, assumed = load_plan(config, devices)
+    # What is measured now may be the file by which the micro-batch sizes are to be chosen.
+    run_plan, assumed = load_plan(config, devices, choose=save_calibration is None)
     basis = Basis.of(run_plan, device, peak_tflops, memory_gib, efficiency, calibration, save_calibration)
+    if save_calibration is not None:
+        run_plan, assumed = load_plan(config, devices)
     result = forecast(run_plan, basis.machine, basis.calibration)
     if plot is not None:
         plot_forecast(result, plot)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from megastable.config.section import Section
 from megastable.core.batch_rampup import BatchRampup, GlobalBatchSchedule, LinearRamp, StepRamp
+from megastable.core.devices import DEVICES
 
 SamplePosition = Annotated[int, Field(ge=0)]
 BatchSize = Annotated[int, Field(ge=1)]
+SIZE_KEYS = {"start", "increment", "final", "ramp_samples", "samples_per_increment", "steps"}
+"""The keys of the global batch, whose combinations are the ramp's forms; the others are of its micro-batches."""
+HOW_TO_CALIBRATE = (
+    "a file that benchmarks/tflops_vs_gbs.py --json or megastable plan --device cpu --save-calibration has written"
+)
 
 
 class BatchRampupConfig(Section):
@@ -45,6 +51,29 @@ class BatchRampupConfig(Section):
         description="List of [from_global_batch_size, micro_batch_size]; below the first entry "
         "train_micro_batch_size_per_gpu holds. BLOOM-176B: [[784, 2]].",
     )
+    micro_batch_size: Literal["auto"] | None = Field(
+        default=None,
+        description='"auto": of every batch the split into micro-batches that calibration finds fastest within the '
+        "memory, chosen before the run; leave train_micro_batch_size_per_gpu and micro_batch_size_steps out then. "
+        "null: those two say it.",
+    )
+    calibration: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description=f'What "auto" goes by: {HOW_TO_CALIBRATE}, relative to the working directory; or the name of a '
+        f"device ({', '.join(DEVICES)}), whose data sheet gives a micro-batch no cost of its own, so that the smallest "
+        "is always the fastest.",
+    )
+    chosen_micro_batch_sizes: tuple[tuple[BatchSize, BatchSize], ...] = Field(
+        default=(),
+        description='What "auto" has chosen, as a list of [from_global_batch_size, micro_batch_size]. Written by the '
+        "program into config.json and checkpoints. A run that has it, or continues a checkpoint that has, keeps to it, "
+        "whatever has become of the calibration.",
+    )
+
+    @property
+    def chooses_micro_batch_sizes(self) -> bool:
+        """True where micro-batch sizes are to be chosen, or were."""
+        return self.micro_batch_size == "auto"
 
     def schedule(self) -> GlobalBatchSchedule:
         """The ramp in whichever form it has; the rules have found it sound."""
@@ -61,6 +90,6 @@ class BatchRampupConfig(Section):
         return LinearRamp(**sizes, ramp_samples=self.ramp_samples)
 
     def ramp(self, micro_batch_size: int, data_parallel_size: int) -> BatchRampup:
-        """The ramp on a layout, with its micro-batch sizes."""
-        steps = tuple((size, micro) for size, micro in self.micro_batch_size_steps)
+        """The ramp on a layout, with its micro-batch sizes; ``micro_batch_size`` where "auto" has not chosen yet."""
+        steps = tuple((size, micro) for size, micro in self.chosen_micro_batch_sizes or self.micro_batch_size_steps)
         return BatchRampup(self.schedule(), micro_batch_size, data_parallel_size, steps)

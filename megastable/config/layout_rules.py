@@ -23,6 +23,16 @@ class LaunchedRun(Section):
     micro_batch_size: int = Field(ge=1)
 
 
+def auto_starts_from_one_sample(launched: LaunchedRun, batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
+    """A size that "auto" would not read is not given. Until the choice is made every batch is split by it."""
+    if batch_rampup.chooses_micro_batch_sizes and launched.micro_batch_size != 1:
+        yield Fault(
+            "train_micro_batch_size_per_gpu",
+            launched.micro_batch_size,
+            'is not read with megastable.batch_rampup.micro_batch_size "auto"; remove it (an override sets it to 1)',
+        )
+
+
 def processes_are_whole_replicas(
     launched: LaunchedRun, pipeline: PipelineConfig, tensor_parallel: TensorParallelConfig, training: TrainingConfig
 ) -> Iterator[Fault]:
@@ -46,6 +56,8 @@ def batches_divide_among_replicas(
         *run_rules.ramp_reaches_final(batch_rampup),
         *run_rules.ramp_steps_rise(batch_rampup),
         *run_rules.micro_batch_steps_rise(batch_rampup),
+        *run_rules.auto_chooses_every_size(batch_rampup),
+        *auto_starts_from_one_sample(launched, batch_rampup),
         *run_rules.one_run_length(training),
         *processes_are_whole_replicas(launched, pipeline, tensor_parallel, training),
     )

@@ -33,6 +33,8 @@ RULES: tuple[Rule, ...] = (
     run_rules.ramp_reaches_final,
     run_rules.ramp_steps_rise,
     run_rules.micro_batch_steps_rise,
+    run_rules.auto_goes_by_a_calibration,
+    run_rules.auto_chooses_every_size,
     run_rules.one_run_length,
     run_rules.one_number_format,
     run_rules.accumulation_fits_the_format,
@@ -42,6 +44,7 @@ RULES: tuple[Rule, ...] = (
     run_rules.lr_keys_belong_to_the_type,
     run_rules.warmup_ends_before_decay,
     run_rules.stable_ends_between,
+    layout_rules.auto_starts_from_one_sample,
     layout_rules.processes_are_whole_replicas,
     layout_rules.batches_divide_among_replicas,
 )

@@ -85,7 +85,7 @@ class RunConfig(Section):
     train_micro_batch_size_per_gpu: int = Field(
         default=1,
         ge=1,
-        description="Samples of one micro-batch; megastable.batch_rampup.micro_batch_size_steps may raise it later.",
+        description="Samples of one micro-batch; megastable.batch_rampup.micro_batch_size_steps may change it later.",
     )
     gradient_clipping: ClipNorm = Field(
         default=1.0,

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from megastable.config.amount import Amount
-from megastable.config.batch_rampup import BatchRampupConfig
+from megastable.config.batch_rampup import HOW_TO_CALIBRATE, SIZE_KEYS, BatchRampupConfig
 from megastable.config.deepspeed_keys import Bf16Config, DataTypesConfig, Fp16Config, OptimizerConfig
 from megastable.config.faults import Fault
 from megastable.config.lr_schedule import SCHEDULE_FIELDS, LrScheduleConfig, types_that_read
 from megastable.config.model import ModelConfig
 from megastable.config.sections import TrainingConfig
+from megastable.core.devices import DEVICES
 
 RAMP_FORMS = (
     'give "final" alone (a constant batch), or "start", "increment", "final" and exactly one of "ramp_samples" '
@@ -27,7 +28,7 @@ ACCUMULATION_DTYPES = {"fp32": ("fp32",), "bf16": ("bf16", "fp32"), "fp16": ("fp
 
 def ramp_has_one_form(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
     """The three forms are not mixed, and none is half given."""
-    given = batch_rampup.model_dump(exclude_none=True, exclude={"micro_batch_size_steps"})
+    given = batch_rampup.model_dump(exclude_none=True, include=SIZE_KEYS)
     length = given.keys() & {"ramp_samples", "samples_per_increment"}
     linear = given.keys() - length == {"start", "increment", "final"} and len(length) == 1
     if not linear and given.keys() not in ({"final"}, {"steps"}):
@@ -72,14 +73,38 @@ def ramp_steps_rise(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
 
 def micro_batch_steps_rise(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
     """The global batch sizes from which a micro-batch size holds are listed in order."""
-    steps = batch_rampup.micro_batch_size_steps
-    for index, (before, step) in enumerate(pairwise(steps), start=1):
-        if step[0] <= before[0]:
-            yield Fault(
-                f"megastable.batch_rampup.micro_batch_size_steps[{index}]",
-                step,
-                f"from_global_batch_size must be above the one before ({before[0]})",
-            )
+    for key in ("micro_batch_size_steps", "chosen_micro_batch_sizes"):
+        for index, (before, step) in enumerate(pairwise(getattr(batch_rampup, key)), start=1):
+            if step[0] <= before[0]:
+                yield Fault(
+                    f"megastable.batch_rampup.{key}[{index}]",
+                    step,
+                    f"from_global_batch_size must be above the one before ({before[0]})",
+                )
+
+
+def auto_goes_by_a_calibration(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
+    """Whoever has micro-batch sizes chosen says by what, and nobody else does."""
+    given = batch_rampup.model_dump(include={"calibration", "chosen_micro_batch_sizes"})
+    if batch_rampup.chooses_micro_batch_sizes:
+        if batch_rampup.calibration is None:
+            message = f'micro_batch_size "auto" needs {HOW_TO_CALIBRATE}, or the name of one of {", ".join(DEVICES)}'
+            yield Fault("megastable.batch_rampup.calibration", None, message)
+        return
+    for key, value in given.items():
+        if value:
+            message = 'is only read with micro_batch_size "auto"; remove it, or set that'
+            yield Fault(f"megastable.batch_rampup.{key}", value, message)
+
+
+def auto_chooses_every_size(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
+    """Sizes that are given and sizes that are chosen exclude each other."""
+    if batch_rampup.chooses_micro_batch_sizes and batch_rampup.micro_batch_size_steps:
+        yield Fault(
+            "megastable.batch_rampup.micro_batch_size_steps",
+            batch_rampup.micro_batch_size_steps,
+            'micro_batch_size "auto" chooses every size; remove one of them',
+        )
 
 
 def one_run_length(training: TrainingConfig) -> Iterator[Fault]:

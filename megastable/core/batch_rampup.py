@@ -103,6 +103,15 @@ class StepRamp:
         return bisect_right(self.steps, consumed_samples, key=lambda step: step[0]) - 1
 
 
+def global_batch_sizes(schedule: GlobalBatchSchedule) -> list[int]:
+    """Every size that the schedule has, in order, whether or not a step will start within its phase."""
+    sizes, position = [schedule.at(0)], schedule.next_boundary(0)
+    while position is not None:
+        sizes.append(schedule.at(position))
+        position = schedule.next_boundary(position)
+    return list(dict.fromkeys(sizes))  # a step list may name a size twice in a row
+
+
 @dataclass(frozen=True)
 class Batch:
     """One step's split of the global batch. ``global = micro * num_microbatches * data_parallel_size``."""

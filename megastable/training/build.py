@@ -31,7 +31,7 @@ def train(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | N
 
     Raises:
         UserError: the data cannot be read, does not fit the model or is not the checkpoint's; fp16 is not to be had;
-            the ranks do not agree on the data. Nothing is written into the run folder then.
+            the ranks do not agree on the data or the batches. Nothing is written into the run folder then.
     """
     settings = plan.run.megastable
     check_fp16_support(plan.run)
@@ -40,6 +40,9 @@ def train(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | N
         check_same_corpus(read_manifest(checkpoint), corpus)
     with connected(launch) as peers, reporting_failures(launch.rank, plan.layout, peers):
         check_equal_on_all_ranks(corpus.fingerprint, "the tokenised corpus of megastable.data")
+        check_equal_on_all_ranks(
+            settings.batch_rampup.model_dump_json(), "megastable.batch_rampup, with the micro-batch sizes chosen,"
+        )
         _train_connected(plan, launch, folder, checkpoint, corpus)
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megastable.config import RunConfig, load_run_file
@@ -14,6 +15,7 @@ from megastable.core.checkpoint_folder import read_manifest
 from megastable.core.errors import UserError
 from megastable.core.launch import Launch, check_hostfile
 from megastable.training.monitor_packages import check_monitor_packages
+from megastable.training.plan_report import with_chosen_micro_batches, with_recorded_micro_batches
 from megastable.training.run_folder import RunFolder, check_continues, checkpoint_to_load, checkpoint_to_resume
 from megastable.training.run_plan import RunPlan
 
@@ -49,30 +51,37 @@ def _plan_and_train(request: RunRequest) -> None:
     launch = Launch.detect(os.environ)
     run = load_run_file(request.run_file, request.overrides, launch.world_size)
     check_monitor_packages(run)
-    plan = RunPlan.of(run, launch.world_size)
     folder = RunFolder(request.run_dir or Path("runs") / request.run_file.stem)
-    checkpoint = _find_checkpoint(request, folder, run, launch)
+    checkpoint = _find_checkpoint(request, folder, launch)
+    if checkpoint is not None:
+        run = _continuing(checkpoint, run, launch)
+    run = with_chosen_micro_batches(run, launch.world_size)
+    plan = RunPlan.of(run, launch.world_size)
 
     from megastable.training.build import train  # loads torch and deepspeed
 
     train(plan, launch, folder, checkpoint)
 
 
-def _find_checkpoint(request: RunRequest, folder: RunFolder, run: RunConfig, launch: Launch) -> Path | None:
-    def warn(text: str) -> None:
-        if launch.rank == 0:
-            print(f"[megastable] {text}", file=sys.stderr, flush=True)
-
+def _find_checkpoint(request: RunRequest, folder: RunFolder, launch: Launch) -> Path | None:
     if not request.resume and launch.rank == 0:  # rank 0 alone: it starts to fill the folder while others look
         folder.check_unused()
     if request.resume:
-        checkpoint = checkpoint_to_resume(folder, warn)
-    elif request.load is not None:
-        checkpoint = checkpoint_to_load(request.load)
-    else:
-        return None
-    check_continues(read_manifest(checkpoint), run, launch.world_size, warn)
-    return checkpoint
+        return checkpoint_to_resume(folder, partial(_warn, launch))
+    return None if request.load is None else checkpoint_to_load(request.load)
+
+
+def _continuing(checkpoint: Path, run: RunConfig, launch: Launch) -> RunConfig:
+    """The run as it continues the checkpoint: in the micro-batches that were chosen for it."""
+    manifest = read_manifest(checkpoint)
+    run = with_recorded_micro_batches(run, manifest.run)
+    check_continues(manifest, run, launch.world_size, partial(_warn, launch))
+    return run
+
+
+def _warn(launch: Launch, text: str) -> None:
+    if launch.rank == 0:
+        print(f"[megastable] {text}", file=sys.stderr, flush=True)
 
 
 def refuse(error: UserError) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from megastable.core.records import TrainingState
 from megastable.data import Corpus
 from megastable.engine.weight_report import WeightKind
+from megastable.training.plan_report import describe_choice
 from megastable.training.run_folder import RunFolder
 from megastable.training.run_plan import RunPlan
 
@@ -38,6 +39,7 @@ def introduction(
         f"{len(corpus.train):,} training samples an epoch",
         f"tokenizer of {corpus.vocab_size:,} tokens in {corpus.tokenizer_path}",
         f"plan {length.total_steps:,} steps, {length.total_samples:,} samples, global batch {batch}",
+        *([describe_choice(plan)] if plan.run.megastable.batch_rampup.chooses_micro_batch_sizes else []),
         *([f"the warmup of {warmup:,} samples does not end within this run"] if short_run else []),
         *(["fp16 on a CPU as megastable.training.fp16_on_cpu allows: its arithmetic is slow"] if slow_fp16 else []),
         f"references: ln(vocabulary) = {math.log(model.vocab_size):.4f} is the loss of a model that knows nothing, "

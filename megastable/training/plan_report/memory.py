@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megastable.config.stages import model_parts, model_shape
 from megastable.core.activations import ActivationSettings, activation_bytes
+from megastable.core.batch_rampup import Batch
 from megastable.core.memory import MemoryUse, memory_use
 from megastable.core.parameters import StageLayers, stage_parameters
 from megastable.training.plan_report.formats import communication_bytes, number_format
@@ -13,28 +16,33 @@ LARGEST_BUCKET = 500_000_000
 """Elements of the gradient buffer of a large stage; a smaller one has a buffer of its own size, see the engine."""
 
 
-def stage_memory(plan: RunPlan, on_cpu: bool) -> list[MemoryUse]:
+def stage_memory(plan: RunPlan, on_cpu: bool, batches: Sequence[Batch] | None = None) -> list[MemoryUse]:
     """Of one device of every stage, from the first to the last.
 
     Args:
         on_cpu: the devices are processes of a CPU, whose kernels keep more than a GPU's.
+        batches: of the steps that are looked at; None for the run's own.
     """
-    return [_memory_of_stage(plan, number, stage, on_cpu) for number, stage in enumerate(plan.cut.stages)]
+    if batches is None:
+        batches = [phase.batch for phase in plan.phases]
+    return [_memory_of_stage(plan, batches, number, stage, on_cpu) for number, stage in enumerate(plan.cut.stages)]
 
 
-def _memory_of_stage(plan: RunPlan, number: int, stage: StageLayers, on_cpu: bool) -> MemoryUse:
+def _memory_of_stage(
+    plan: RunPlan, batches: Sequence[Batch], number: int, stage: StageLayers, on_cpu: bool
+) -> MemoryUse:
     run, model, layout = plan.run, plan.run.megastable.model, plan.layout
     shape, parts, ranks = model_shape(model), model_parts(model), layout.tensor_parallel_size
     weights = stage_parameters(shape, parts, stage, ranks)
     settings = activation_settings(plan, on_cpu)
     # Of every micro-batch size the step with most micro-batches needs most.
-    batches: dict[int, int] = {}
-    for phase in plan.phases:
-        size, count = phase.batch.micro_batch_size, phase.batch.num_microbatches
-        batches[size] = max(batches.get(size, 0), count)
+    counts: dict[int, int] = {}
+    for batch in batches:
+        size, count = batch.micro_batch_size, batch.num_microbatches
+        counts[size] = max(counts.get(size, 0), count)
     widest = max(
         activation_bytes(shape, parts, stage, settings, size, count, min(layout.num_stages - number, count))
-        for size, count in batches.items()
+        for size, count in counts.items()
     )
     return memory_use(
         number_format(run),

@@ -18,6 +18,13 @@ from megastable.training.run_plan import RunPlan
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 START_FACTORS = (1, 2, 4)
 """Starts of the ramp that are tried, as multiples of the file's."""
+SAME_SIZE_AT_EVERY_BATCH: dict[str, Any] = {
+    "micro_batch_size_steps": (),
+    "micro_batch_size": None,
+    "calibration": None,
+    "chosen_micro_batch_sizes": (),
+}
+"""The ramp's keys of the micro-batches where ``train_micro_batch_size_per_gpu`` alone says it."""
 GIB = 2**30
 
 
@@ -146,7 +153,7 @@ def _run_of(run: RunConfig, candidate: Candidate) -> RunConfig:
     settings = run.megastable
     tensor = settings.tensor_parallel
     sliced = tensor.sequence_parallel and candidate.tensor_parallel_size > 1
-    ramp: dict[str, Any] = {"micro_batch_size_steps": ()}
+    ramp: dict[str, Any] = dict(SAME_SIZE_AT_EVERY_BATCH)
     if candidate.ramp_start is not None:
         ramp["start"] = candidate.ramp_start
     changed = {

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megastable.config.batch_rampup import HOW_TO_CALIBRATE
 from megastable.core.batch_rampup import Batch
 from megastable.core.pipeline_cost import bubble
+from megastable.training.plan_report import describe_choice
+from megastable.training.plan_report.micro_batch_sizes import is_data_sheet
 from megastable.training.preflight.customs import LEAST_PARAMETERS, short_count, size_class
 from megastable.training.preflight.finding import Finding, Level
 from megastable.training.preflight.review import Review
@@ -63,7 +66,8 @@ def _idle_time(review: Review, batch: Batch) -> str:
 def _larger_batch(review: Review, batch: Batch) -> str:
     layout = review.plan.layout
     needed = fewest_microbatches(layout.num_stages) * batch.micro_batch_size * layout.data_parallel_size
-    smaller = ", a smaller micro-batch" if batch.micro_batch_size > 1 else ""
+    chosen = review.run.megastable.batch_rampup.chooses_micro_batch_sizes  # and a smaller one would be slower
+    smaller = ", a smaller micro-batch" if batch.micro_batch_size > 1 and not chosen else ""
     return f"a batch of at least {needed}{smaller} or fewer stages (at most {MOST_IDLE:.0%} idle)"
 
 
@@ -82,10 +86,22 @@ def ramp_ends_within_the_run(review: Review) -> Iterator[Finding]:
         )
 
 
+def chosen_micro_batches_are_told(review: Review) -> Iterator[Finding]:
+    """What "auto" has chosen, before a launch records it; and that a data sheet leaves it nothing to choose."""
+    ramp = review.run.megastable.batch_rampup
+    if not ramp.chooses_micro_batch_sizes:
+        return
+    instead = "nothing to change; the launch records them in config.json"
+    if is_data_sheet(ramp.calibration):
+        instead = f"{HOW_TO_CALIBRATE}: a data sheet gives micro-batches no cost of their own, so the smallest win"
+    yield Finding("note", f"{RAMP}.micro_batch_size", describe_choice(review.plan), instead)
+
+
 def micro_batch_steps_are_reached(review: Review) -> Iterator[Finding]:
     """An entry above every batch of the run never applies."""
     largest = review.plan.phases[-1].batch.global_batch_size
-    unused = [(start, size) for start, size in review.plan.ramp.micro_batch_size_steps if start > largest]
+    steps = review.run.megastable.batch_rampup.micro_batch_size_steps
+    unused = [(start, size) for start, size in steps if start > largest]
     if unused:
         start, size = unused[0]
         yield Finding(
@@ -115,13 +131,14 @@ def global_batch_is_customary(review: Review) -> Iterator[Finding]:
 def accumulation_is_customary(review: Review) -> Iterator[Finding]:
     """Micro-batches of a replica and step, against the range for the model's size; a pipeline may need more.
 
-    Not judged where the number of replicas is only assumed.
+    Not judged where the number of replicas is only assumed, nor where the sizes were chosen for their speed.
     """
     batch, replicas = review.plan.phases[-1].batch, review.plan.layout.data_parallel_size
     low, high = size_class(review.num_parameters).accumulation_steps
     high = max(high, fewest_microbatches(review.plan.layout.num_stages))
     steps = batch.num_microbatches
-    if not review.has_customary_size or review.world_size_was_assumed or low <= steps <= high:
+    chosen = review.run.megastable.batch_rampup.chooses_micro_batch_sizes
+    if not review.has_customary_size or review.world_size_was_assumed or chosen or low <= steps <= high:
         return
     instead = "smaller micro-batches or fewer replicas"
     if steps > high:

@@ -6,11 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megastable.config import ConfigError, RunConfig, UnreadableRunFileError, load_run_file
+from megastable.core.errors import UserError
+from megastable.training.plan_report import with_chosen_micro_batches
+from megastable.training.plan_report.micro_batch_sizes import CALIBRATION_KEY
 from megastable.training.preflight.finding import LEVELS, Finding
 from megastable.training.preflight.gpus import Gpu
 from megastable.training.preflight.review import Review
 from megastable.training.preflight.rules import RULES
 from megastable.training.run_plan import RunPlan
+
+SIZES_BY_HAND = "train_micro_batch_size_per_gpu, micro_batch_size_steps"
 
 
 def preflight(path: Path, world_size: int | None, gpus: Sequence[Gpu]) -> list[Finding]:
@@ -32,6 +37,11 @@ def preflight(path: Path, world_size: int | None, gpus: Sequence[Gpu]) -> list[F
         raise
     except ConfigError as error:
         return [Finding.of_fault(fault) for fault in error.faults]
+    try:
+        run = with_chosen_micro_batches(run, processes)
+    except UserError as error:
+        instead = f'another calibration, or "micro_batch_size": null and the sizes by hand ({SIZES_BY_HAND})'
+        return [Finding("error", CALIBRATION_KEY, str(error), instead)]
     assumed = world_size is None and run.megastable.training.world_size is None
     review = Review.of(RunPlan.of(run, processes), assumed, gpus)
     findings = [finding for rule in RULES for finding in rule(review)]

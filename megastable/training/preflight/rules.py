@@ -31,6 +31,7 @@ RULES: tuple[Rule, ...] = (
     shape.head_dim_suits_the_kernels,
     shape.vocabulary_suits_the_kernels,
     batches.ramp_ends_within_the_run,
+    batches.chosen_micro_batches_are_told,
     batches.micro_batch_steps_are_reached,
     batches.bubble_at_the_start_is_small,
     batches.bubble_stays_small,

@@ -23,6 +23,7 @@ M = "megastable"
 PARTITION = f"{M}.pipeline.partition"
 STABLE = (f"{M}.lr_schedule.type=warmup_stable_decay",)
 NINE_STEPS = (f"{M}.training.total_samples=null", f"{M}.training.total_steps=9")
+AUTO = (f"{M}.batch_rampup.micro_batch_size=auto", f"{M}.batch_rampup.calibration=A100")
 LINEAR = '"start": 8, "increment": 8, "final": 32'
 CASES = (
     Case(
@@ -226,6 +227,48 @@ CASES = (
         (f"{M}.batch_rampup.micro_batch_size_steps=[[16, 2], [16, 4]]",),
         f"{M}.batch_rampup.micro_batch_size_steps[1]",
         (f"{M}.batch_rampup.micro_batch_size_steps=[[16, 2], [17, 1]]",),
+    ),
+    Case(
+        "micro_batch_steps_rise",
+        (*AUTO, f"{M}.batch_rampup.chosen_micro_batch_sizes=[[16, 2], [8, 4]]"),
+        f"{M}.batch_rampup.chosen_micro_batch_sizes[1]",
+        (*AUTO, f"{M}.batch_rampup.chosen_micro_batch_sizes=[[8, 4], [16, 2]]"),
+    ),
+    Case(
+        "auto_goes_by_a_calibration",
+        (f"{M}.batch_rampup.micro_batch_size=auto",),
+        f"{M}.batch_rampup.calibration",
+        AUTO,
+    ),
+    *(
+        Case(
+            "auto_goes_by_a_calibration",
+            (f"{M}.batch_rampup.{key}={value}",),
+            f"{M}.batch_rampup.{key}",
+            (*AUTO, f"{M}.batch_rampup.{key}={value}"),
+        )
+        for key, value in (("calibration", "sweep.json"), ("chosen_micro_batch_sizes", "[[32, 4]]"))
+    ),
+    Case(
+        "auto_chooses_every_size",
+        (*AUTO, f"{M}.batch_rampup.micro_batch_size_steps=[[16, 2]]"),
+        f"{M}.batch_rampup.micro_batch_size_steps",
+        (f"{M}.batch_rampup.micro_batch_size_steps=[[16, 2]]",),
+        world_size=2,
+    ),
+    Case(
+        "auto_starts_from_one_sample",
+        (*AUTO, "train_micro_batch_size_per_gpu=2"),
+        "train_micro_batch_size_per_gpu",
+        (*AUTO, "train_micro_batch_size_per_gpu=1"),
+        world_size=1,
+    ),
+    Case(
+        "batches_divide_among_replicas",
+        (*AUTO, f"{M}.batch_rampup.chosen_micro_batch_sizes=[[32, 16]]"),
+        f"{M}.batch_rampup",
+        AUTO,
+        world_size=4,
     ),
     Case(
         "one_run_length",

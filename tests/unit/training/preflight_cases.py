@@ -235,6 +235,18 @@ CASES = (
         (ramp(128, 512, 10**5),),
     ),
     Case(
+        "chosen_micro_batches_are_told",
+        (
+            "train_micro_batch_size_per_gpu=1",
+            f"{M}.batch_rampup.micro_batch_size=auto",
+            f"{M}.batch_rampup.calibration=A100",
+        ),
+        f"{M}.batch_rampup.micro_batch_size",
+        ("train_micro_batch_size_per_gpu=1",),
+        level="note",
+        says="chosen by A100, from batch 512: 1 x 32",
+    ),
+    Case(
         "micro_batch_steps_are_reached",
         (f"{M}.batch_rampup.micro_batch_size_steps=[[513, 16]]",),
         f"{M}.batch_rampup.micro_batch_size_steps",

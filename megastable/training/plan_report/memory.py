@@ -54,7 +54,8 @@ def activation_settings(plan: RunPlan, on_cpu: bool) -> ActivationSettings:
     sums = number_format(run)
     return ActivationSettings(
         element_bytes=sums.weight_bytes,
-        recomputed=settings.pipeline.activation_checkpointing,
+        recomputed=settings.pipeline.recomputed_kinds,
+        loss_chunk_tokens=settings.training.loss_chunk_tokens,
         tensor_parallel_size=plan.layout.tensor_parallel_size,
         sequence_parallel=settings.tensor_parallel.sequence_parallel,
         dropout=model.dropout > 0,

@@ -13,15 +13,17 @@ from megastable.core.activations import ActivationSettings, activation_bytes, bl
 from megastable.core.flops import ModelShape
 from megastable.core.memory import COPIES_CHECK_BYTES, MemoryUse, NumberFormat, memory_use
 from megastable.core.parameters import ModelParts, StageLayers, num_parameters, stage_parameters
+from megastable.core.recomputation import ATTENTION, BLOCK, FEED_FORWARD, HALVES
 from megastable.training.plan_report.formats import FORMATS
 from tests.unit.core.test_flops import BLOOM
 
 quick = settings(max_examples=25, deadline=None)
 PARTS = ModelParts(tie_embeddings=True, learned_positions=False, embedding_norm=True, norm_has_bias=True)
+KINDS = st.sampled_from([(), (ATTENTION,), (FEED_FORWARD,), HALVES, (BLOCK,)])
 MIDDLE = StageLayers(6, is_first=False, is_last=False)
 SMALL_VOCABULARY = replace(BLOOM, vocab_size=1024, padded_vocab_size=1024)
 """So that the blocks, not the ends of the model, hold most at the peak."""
-BF16 = ActivationSettings(element_bytes=2, recomputed=False)
+BF16 = ActivationSettings(element_bytes=2, recomputed=())
 
 
 def use(number_format: NumberFormat, **changes: Any) -> MemoryUse:
@@ -83,9 +85,9 @@ def activations(
 
 
 @quick
-@given(st.integers(1, 8), st.integers(1, 16), st.booleans(), st.booleans(), st.sampled_from([1, 2, 4]), st.booleans())
+@given(st.integers(1, 8), st.integers(1, 16), KINDS, st.booleans(), st.sampled_from([1, 2, 4]), st.booleans())
 def test_activations_grow_with_what_makes_them(
-    size: int, in_flight: int, recomputed: bool, first: bool, ranks: int, last: bool
+    size: int, in_flight: int, recomputed: tuple[str, ...], first: bool, ranks: int, last: bool
 ) -> None:
     stage = StageLayers(4, is_first=first, is_last=last)
 
@@ -107,18 +109,26 @@ def test_activations_grow_with_what_makes_them(
     if ranks > 1:
         assert own(sequence_parallel=True) < own()
     if in_flight > 1:
-        assert own(recomputed=True) < own(recomputed=False)
+        kept = [own(recomputed=kinds) for kinds in ((BLOCK,), HALVES, ())]
+        assert kept == sorted(kept) and len(set(kept)) == 3
+        for half in HALVES:
+            assert own(recomputed=HALVES) < own(recomputed=(half,)) < own(recomputed=())
 
 
 def test_recomputation_keeps_the_inputs_of_blocks_alone() -> None:
-    def of_one_more(recomputed: bool) -> float:
+    def of_one_more(recomputed: tuple[str, ...]) -> float:
         return activations(batch=(1, 16, 9), recomputed=recomputed) - activations(
             batch=(1, 16, 8), recomputed=recomputed
         )
 
     stream = BLOOM.seq_length * BLOOM.hidden_size * 2
-    assert of_one_more(recomputed=True) == (6 + 2) * stream  # six inputs, what was received, what was sent
-    assert of_one_more(recomputed=False) == 6 * BLOOM.seq_length * block_bytes_per_token(BLOOM, BF16) + 2 * stream
+    whole, twice = 6 * BLOOM.seq_length * block_bytes_per_token(BLOOM, BF16), 2 * stream
+    assert of_one_more(recomputed=(BLOCK,)) == (6 + 2) * stream  # six inputs, what was received, what was sent
+    assert of_one_more(recomputed=()) == whole + twice
+    assert of_one_more(recomputed=HALVES) == (2 * 6 + 2) * stream  # the middle of every block, too
+    feed_forward = 6 * (2 + 2 * 4) * stream  # the input, the norm's output, and twice the inner width of 4 h
+    assert of_one_more(recomputed=(FEED_FORWARD,)) == whole - feed_forward + 6 * stream + twice
+    assert of_one_more(recomputed=(ATTENTION,)) == feed_forward + 6 * stream + twice
 
 
 @quick

@@ -161,3 +161,25 @@ def test_the_output_has_a_gradient_before_the_weight_of_the_head(head: str) -> N
         parameter.register_post_accumulate_grad_hook(lambda parameter: order.append("weight"))
     loss_of(output, (labels, torch.tensor(35.0))).backward()
     assert order[0] == "output"
+
+
+def test_no_chunk_leaves_its_logits_behind() -> None:
+    """A forward pass keeps less by all of the logits than without chunks: 48 tokens, 2000 logits each."""
+    sizes = {"megastable__model__vocab_size": 2000, "megastable__model__num_layers": 1}
+    kept = {}
+    for chunk_tokens in (None, 16):
+        run = tiny_run(**sizes, megastable__training__loss_chunk_tokens=chunk_tokens)
+        model, loss_of = ReferenceModel(run), token_mean_loss(2000, OneProcess(), 0.1, chunk_tokens)
+        ids, labels = ids_and_labels()
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = loss_of(model(ids), (labels, torch.tensor(35.0)))
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        kept[chunk_tokens] = sum(size for pointer, size in saved.items() if pointer not in weights)
+        del loss
+    assert kept[16] <= kept[None] - TOKENS * 2000 < kept[None]

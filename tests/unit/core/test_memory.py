@@ -109,8 +109,7 @@ def test_activations_grow_with_what_makes_them(
     if ranks > 1:
         assert own(sequence_parallel=True) < own()
     if in_flight > 1:
-        kept = [own(recomputed=kinds) for kinds in ((BLOCK,), HALVES, ())]
-        assert kept == sorted(kept) and len(set(kept)) == 3
+        assert own(recomputed=(BLOCK,)) < own(recomputed=())
         for half in HALVES:
             assert own(recomputed=HALVES) < own(recomputed=(half,)) < own(recomputed=())
 

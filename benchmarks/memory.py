@@ -30,6 +30,15 @@ from megastable.training.run_plan import RunPlan
 BF16 = {"bf16": {"enabled": True}}
 FP32_SUMS = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 WIDE = {"num_layers": 2, "hidden_size": 512, "seq_length": 64, "vocab_size": 8192}
+LONG = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 1, "seq_length": 512, "vocab_size": 16384}
+
+
+def recomputed(kinds: bool | list[str]) -> dict[str, Any]:
+    """The section that says so."""
+    return {"pipeline": {"activation_checkpointing": kinds}}
+
+
+CHUNKS = {"training": {"total_steps": 10, "loss_chunk_tokens": 32}}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "fp32": ({}, {}, {}),
     "fp32, wide": (WIDE, {}, {}),
@@ -40,9 +49,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "bf16": ({}, BF16, {}),
     "bf16, math": ({"attention": "math"}, BF16, {}),
     "bf16, fp32 sums": ({}, FP32_SUMS, {}),
-    "bf16, fp32 sums, recomputed": ({}, FP32_SUMS, {"activation_checkpointing": True}),
+    "bf16, fp32 sums, recomputed": ({}, FP32_SUMS, recomputed(True)),
+    "fp32, recomputed attention": ({}, {}, recomputed(["attention"])),
+    "fp32, recomputed feed-forward": ({}, {}, recomputed(["feed_forward"])),
+    "fp32, recomputed halves": ({}, {}, recomputed(["attention", "feed_forward"])),
+    "fp32, wide, loss in chunks": (WIDE, {}, CHUNKS),
+    "fp32, wide, untied, capped, loss in chunks": (
+        {**WIDE, "tie_embeddings": False, "output_logit_cap": 30.0}, {}, CHUNKS,
+    ),
+    "bf16, fp32 sums, long, loss in chunks": (LONG, FP32_SUMS, CHUNKS),
+    "bf16, fp32 sums, long": (LONG, FP32_SUMS, {}),
 }  # fmt: skip
-"""Name -> changes of the model, of DeepSpeed's keys and of the pipeline."""
+"""Name -> changes of the model, of DeepSpeed's keys and of sections of "megastable"."""
 
 
 class LiveStorages(TorchDispatchMode):
@@ -80,7 +98,7 @@ class LiveStorages(TorchDispatchMode):
 
 def case_plan(name: str, num_stages: int, world_size: int) -> RunPlan:
     """The plan of a case: four micro-batches of two samples on every replica."""
-    model, keys, pipeline = CASES[name]
+    model, keys, sections = CASES[name]
     sizes = {"num_layers": 4, "hidden_size": 256, "seq_length": 256, "num_attention_heads": 4, "vocab_size": 2048}
     run = run_from_dict(
         {
@@ -89,10 +107,10 @@ def case_plan(name: str, num_stages: int, world_size: int) -> RunPlan:
             **keys,
             "megastable": {
                 "model": {**sizes, **model},
-                "pipeline": {"num_stages": num_stages, **pipeline},
+                "pipeline": {"num_stages": num_stages, **sections.get("pipeline", {})},
                 "batch_rampup": {"final": 8 * world_size // num_stages},
                 "data": {"source": {"type": "stdlib"}},
-                "training": {"total_steps": 10},
+                "training": sections.get("training", {"total_steps": 10}),
             },
         }
     )

@@ -9,10 +9,12 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from megastable.config.recomputed_kinds import RecomputedKinds
 from megastable.config.registered_name import must_be_registered
 from megastable.config.section import Section
 from megastable.core.init_std import INIT_SCHEMES
 from megastable.core.partition import PARTITIONS, TYPE_PREFIX
+from megastable.core.recomputation import BLOCK
 
 LARGEST_SEED = 2**32 - 1
 """NumPy's generators take no larger one."""
@@ -57,15 +59,24 @@ class PipelineConfig(Section):
         ge=1,
         description="Pipeline stages; the data-parallel size is world size / (num_stages x tensor_parallel.size).",
     )
-    activation_checkpointing: bool = Field(
+    activation_checkpointing: RecomputedKinds = Field(
         default=False,
-        description="Recompute every block's activations in the backward pass instead of keeping them.",
+        description='What of every block is recomputed in the backward pass instead of kept: true or ["block"] for all '
+        'but its input, or a list of its halves, "attention" and "feed_forward".',
     )
     partition: PartitionMethod = Field(
         default="balanced",
         description="How the layers are cut into stages. balanced: by forward and backward cost; "
         "[5, 3]: so many blocks a stage; uniform, parameters, type:regex: as DeepSpeed cuts.",
     )
+
+    @property
+    def recomputed_kinds(self) -> tuple[str, ...]:
+        """What is recomputed, as a list."""
+        chosen = self.activation_checkpointing
+        if isinstance(chosen, bool):
+            return (BLOCK,) if chosen else ()
+        return chosen
 
 
 class TensorParallelConfig(Section):
@@ -135,6 +146,12 @@ class TrainingConfig(Section):
         default=0.0,
         ge=0,
         description="Weight of the squared log of the softmax's normaliser in the gradient; 1e-4 is customary.",
+    )
+    loss_chunk_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Logits and loss of so many tokens of a micro-batch at a time, computed again in the backward "
+        "pass: saves memory where the vocabulary is large, for one more product with the head. null: all at once.",
     )
     fp16_on_cpu: bool = Field(
         default=False, description="Allow fp16 on a CPU, where its arithmetic is slow: for trying things out."

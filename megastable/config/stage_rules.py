@@ -9,6 +9,7 @@ from megastable.config.model import ModelConfig
 from megastable.config.sections import PipelineConfig, TensorParallelConfig
 from megastable.config.stages import StageCut, model_parts, model_shape
 from megastable.core.partition import TYPE_PREFIX, flat_layers, illegal_stages, matches_type
+from megastable.core.recomputation import Recomputation
 
 PARTITION = "megastable.pipeline.partition"
 
@@ -41,7 +42,7 @@ def type_matches_a_class(model: ModelConfig, pipeline: PipelineConfig) -> Iterat
     method = pipeline.partition
     if not isinstance(method, str) or not method.startswith(TYPE_PREFIX):
         return
-    layers = flat_layers(model_shape(model), model_parts(model), recomputes_blocks=False)
+    layers = flat_layers(model_shape(model), model_parts(model), Recomputation())
     names = list(dict.fromkeys(layer.class_name for layer in layers))
     if not any(matches_type(name, method.removeprefix(TYPE_PREFIX)) for name in names):
         yield Fault(PARTITION, method, f"matches no class of a layer; there are {', '.join(names)}")

@@ -10,6 +10,7 @@ from megastable.config.sections import PipelineConfig, TensorParallelConfig
 from megastable.core.flops import ModelShape
 from megastable.core.parameters import ModelParts, StageLayers
 from megastable.core.partition import FlatLayer, describe_stage, flat_layers, imbalance, stage_bounds, stage_costs
+from megastable.core.recomputation import Recomputation
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,12 @@ class StageCut:
 
     @classmethod
     def of(cls, model: ModelConfig, pipeline: PipelineConfig, tensor_parallel: TensorParallelConfig) -> StageCut:
-        """As a valid run file asks for it; see ``core.partition.stage_bounds``."""
-        layers = flat_layers(
-            model_shape(model), model_parts(model), pipeline.activation_checkpointing, tensor_parallel.size
-        )
+        """As a valid run file asks for it; see ``core.partition.stage_bounds``.
+
+        That a loss in chunks computes the head's product again is left out: to switch it must not move a cut.
+        """
+        recomputed = Recomputation(pipeline.recomputed_kinds)
+        layers = flat_layers(model_shape(model), model_parts(model), recomputed, tensor_parallel.size)
         return cls(layers, stage_bounds(layers, pipeline.num_stages, pipeline.partition))
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megastable.config.faults import Fault
 from megastable.config.model import ModelConfig
-from megastable.config.sections import TensorParallelConfig
+from megastable.config.sections import TensorParallelConfig, TrainingConfig
 
 
 def tensor_ranks_divide_the_model(model: ModelConfig, tensor_parallel: TensorParallelConfig) -> Iterator[Fault]:
@@ -42,4 +42,15 @@ def sequence_parallel_needs_tensor_ranks(tensor_parallel: TensorParallelConfig) 
     if tensor_parallel.sequence_parallel and tensor_parallel.size == 1:
         yield Fault(
             "megastable.tensor_parallel.sequence_parallel", True, "needs megastable.tensor_parallel.size above 1"
+        )
+
+
+def loss_chunks_hold_every_slice(training: TrainingConfig, tensor_parallel: TensorParallelConfig) -> Iterator[Fault]:
+    """Under sequence parallelism a chunk has tokens from the slice of every rank."""
+    chunk, size = training.loss_chunk_tokens, tensor_parallel.size
+    if tensor_parallel.sequence_parallel and chunk is not None and chunk < size:
+        yield Fault(
+            "megastable.training.loss_chunk_tokens",
+            chunk,
+            f"must be at least megastable.tensor_parallel.size ({size}) under sequence_parallel",
         )

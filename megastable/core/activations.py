@@ -10,10 +10,12 @@ attention weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megastable.core.flops import ModelShape
 from megastable.core.parameters import ModelParts, StageLayers, largest_matrix
+from megastable.core.recomputation import ATTENTION, BLOCK, FEED_FORWARD
 
 FP32_BYTES = 4
 
@@ -24,7 +26,9 @@ class ActivationSettings:
 
     Attributes:
         element_bytes: of the format of the weights, in which activations are.
-        recomputed: only the input of every block is kept, and one block at a time is computed again.
+        recomputed: kinds of ``core.recomputation``: only the input of a block, or of a half, is kept, and one at a time
+            is computed again.
+        loss_chunk_tokens: tokens whose logits stand at a time; None for all of a micro-batch.
         sequence_parallel: what lies between the half blocks is split over the tensor ranks.
         on_cpu: torch's CPU kernels: masks are as wide as activations, attention with dropout keeps its weights, and
             16-bit attention runs in fp32.
@@ -35,7 +39,8 @@ class ActivationSettings:
     """
 
     element_bytes: int
-    recomputed: bool
+    recomputed: tuple[str, ...]
+    loss_chunk_tokens: int | None = None
     tensor_parallel_size: int = 1
     sequence_parallel: bool = False
     dropout: bool = False
@@ -75,7 +80,6 @@ def activation_bytes(
     stage: StageLayers,
     settings: ActivationSettings,
     micro_batch_size: int,
-    num_microbatches: int,
     in_flight: int,
 ) -> float:
     """The most that stands on one tensor rank of a stage during a backward pass.
@@ -87,44 +91,79 @@ def activation_bytes(
     """
     tokens, ranks = micro_batch_size * shape.seq_length, settings.tensor_parallel_size
     kept = tokens * _kept_per_token(shape, parts, stage, settings)
-    again = tokens * block_bytes_per_token(shape, settings) if settings.recomputed else 0.0
-    logits = tokens * shape.padded_vocab_size / ranks if stage.is_last else 0.0
+    again = tokens * _again_per_token(shape, settings)
+    chunk_tokens = min(tokens, settings.loss_chunk_tokens or tokens)
+    logits = chunk_tokens * shape.padded_vocab_size / ranks if stage.is_last else 0.0
     embedding = shape.padded_vocab_size * shape.hidden_size / ranks
     shared = stage.is_first and stage.is_last and parts.tie_embeddings
     size, gradient = settings.element_bytes, settings.weight_gradient_bytes
 
-    in_loss = logits * (2 * FP32_BYTES + settings.rounded_bytes)  # the probabilities and their gradient
-    in_head = logits * size + (embedding * gradient if stage.is_last else 0.0)
+    # The head's gradient from the chunks before.
+    summed = embedding * size if stage.is_last and chunk_tokens < tokens else 0.0
+    in_loss = summed + logits * (2 * FP32_BYTES + settings.rounded_bytes)  # the probabilities and their gradient
+    in_head = logits * size + (max(summed + embedding * size, embedding * gradient) if stage.is_last else 0.0)
     in_block = again + _working_in_block(shape, settings, tokens) if stage.num_blocks else 0.0
     if shared:  # the head's share of a tied gradient waits for the embedding's, which comes last
         in_block += embedding * size
     # By then the micro-batch has left nothing else.
     in_embedding = embedding * (2 * size + gradient if shared else gradient) - kept if stage.is_first else 0.0
-    always = _logits_held(settings, logits, num_microbatches) + _received(shape, stage, settings, tokens)
+    always = _capped(shape, stage, settings, chunk_tokens) + _received(shape, stage, settings, tokens)
     table = settings.attention_bias_heads / ranks * shape.seq_length**2 * size
     return in_flight * kept + always + table + max(in_loss, in_head, in_block, in_embedding)
 
 
-def _logits_held(settings: ActivationSettings, logits: float, num_microbatches: int) -> float:
-    """The last stage's two buffers keep theirs until they are needed again; a cap keeps a copy."""
-    copies = min(2, num_microbatches) + (1 if settings.output_logit_cap else 0)
-    return logits * settings.element_bytes * copies
+def _capped(shape: ModelShape, stage: StageLayers, settings: ActivationSettings, tokens: int) -> float:
+    """A cap keeps a copy of the logits, of one chunk of them where the loss is in chunks."""
+    if not (stage.is_last and settings.output_logit_cap):
+        return 0.0
+    return tokens * settings.element_bytes * shape.padded_vocab_size / settings.tensor_parallel_size
 
 
 def _received(shape: ModelShape, stage: StageLayers, settings: ActivationSettings, tokens: int) -> float:
-    """Where activations and gradients of the neighbouring stages arrive."""
-    arriving = (not stage.is_first) + (not stage.is_last)
-    return arriving * tokens * shape.hidden_size * settings.element_bytes / settings.slices
+    """Where gradients of the next stage arrive; activations arrive where they stay."""
+    return 0.0 if stage.is_last else tokens * shape.hidden_size * settings.element_bytes / settings.slices
 
 
 def block_bytes_per_token(shape: ModelShape, settings: ActivationSettings) -> float:
     """What one block keeps of one token without recomputation."""
-    hidden, size = shape.hidden_size, settings.element_bytes
-    streams = 6 if settings.plain_rms_norm else 4
-    residual = streams * hidden * size + 2 * hidden * settings.mask_bytes
-    inside = _ffn_elements(shape) * size + _attention_bytes(shape, settings)
-    # Without sequence parallelism the residual stream is whole on every rank.
-    return residual / settings.slices + inside / settings.tensor_parallel_size
+    return sum(kept(shape, settings) for kept in HALF_BYTES.values())
+
+
+def _attention_half(shape: ModelShape, settings: ActivationSettings) -> float:
+    return _beside_a_half(shape, settings) + _attention_bytes(shape, settings) / settings.tensor_parallel_size
+
+
+def _feed_forward_half(shape: ModelShape, settings: ActivationSettings) -> float:
+    inside = _ffn_elements(shape) * settings.element_bytes
+    return _beside_a_half(shape, settings) + inside / settings.tensor_parallel_size
+
+
+HALF_BYTES: dict[str, Callable[[ModelShape, ActivationSettings], float]] = {
+    ATTENTION: _attention_half,
+    FEED_FORWARD: _feed_forward_half,
+}
+"""Half of a block -> what it keeps of one token without recomputation."""
+
+
+def _beside_a_half(shape: ModelShape, settings: ActivationSettings) -> float:
+    """Its input, the norm's output and the mask: without sequence parallelism whole on every rank."""
+    streams = 3 if settings.plain_rms_norm else 2
+    return shape.hidden_size * (streams * settings.element_bytes + settings.mask_bytes) / settings.slices
+
+
+def _kept_by_block(shape: ModelShape, settings: ActivationSettings) -> float:
+    """Of one token, from its forward to its backward pass."""
+    stream = shape.hidden_size * settings.element_bytes / settings.slices
+    if BLOCK in settings.recomputed:
+        return stream
+    return sum(stream if half in settings.recomputed else kept(shape, settings) for half, kept in HALF_BYTES.items())
+
+
+def _again_per_token(shape: ModelShape, settings: ActivationSettings) -> float:
+    """What stands of one token while a part of a block is computed again."""
+    if BLOCK in settings.recomputed:
+        return block_bytes_per_token(shape, settings)
+    return max((HALF_BYTES[half](shape, settings) for half in settings.recomputed), default=0.0)
 
 
 def _ffn_elements(shape: ModelShape) -> int:
@@ -164,13 +203,10 @@ def _attention_weights(shape: ModelShape, settings: ActivationSettings, widened:
 def _kept_per_token(shape: ModelShape, parts: ModelParts, stage: StageLayers, settings: ActivationSettings) -> float:
     """Bytes that a micro-batch in flight has left on a stage, a token."""
     stream = shape.hidden_size * settings.element_bytes / settings.slices
-    per_block = stream if settings.recomputed else block_bytes_per_token(shape, settings)
-    kept = stage.num_blocks * per_block
+    kept = stage.num_blocks * _kept_by_block(shape, settings)
     if stage.has_embedding_finish:
         kept += stream if parts.embedding_norm else 0.0
         kept += shape.hidden_size * settings.mask_bytes / settings.slices
-    if not stage.is_first:
-        kept += stream  # DeepSpeed keeps what it received beside the copy that it computes with
     # The input of the final norm, and the last layer's output (or the head's input).
     return kept + stream * (2 if stage.has_final_norm else 1)
 

@@ -1,7 +1,7 @@
 """Floating-point operations of one training step, by the exact matrix products of the configured model.
 
 A product of (m x k) by (k x n) counts 2mkn. *Model* FLOPs are what the algorithm needs (forward once, backward twice
-that); *hardware* FLOPs add what is computed again under activation checkpointing and for the padded vocabulary.
+that); *hardware* FLOPs add what is computed again (``core.recomputation``) and what the padded vocabulary costs.
 The attention matrix counts in full, as in Narayanan et al., arXiv 2104.04473, equation 3 (causality is not credited).
 """
 
@@ -27,13 +27,27 @@ class ModelShape:
     padded_vocab_size: int
 
     @property
-    def block_forward_flops(self) -> int:
-        """One transformer block, forward, per sample (``seq_length`` tokens)."""
+    def attention_forward_flops(self) -> int:
+        """The attention of one transformer block, forward, per sample (``seq_length`` tokens)."""
         key_value_size = self.hidden_size // self.num_attention_heads * self.num_key_value_heads
-        attention_weights = self.hidden_size * (2 * self.hidden_size + 2 * key_value_size)
-        ffn_weights = self.hidden_size * self.ffn_hidden_size * (3 if self.gated_ffn else 2)
-        attention_matrix = 2 * self.seq_length * self.hidden_size  # Q times K, and the weights times V
-        return 2 * self.seq_length * (attention_weights + ffn_weights + attention_matrix)
+        weights = self.hidden_size * (2 * self.hidden_size + 2 * key_value_size)
+        matrix = 2 * self.seq_length * self.hidden_size  # Q times K, and the weights times V
+        return 2 * self.seq_length * (weights + matrix)
+
+    @property
+    def feed_forward_flops(self) -> int:
+        """The feed-forward layer of one transformer block, forward, per sample."""
+        return 2 * self.seq_length * self.hidden_size * self.ffn_hidden_size * (3 if self.gated_ffn else 2)
+
+    @property
+    def block_forward_flops(self) -> int:
+        """One transformer block, forward, per sample."""
+        return self.attention_forward_flops + self.feed_forward_flops
+
+    @property
+    def head_forward_flops(self) -> int:
+        """The head over the padded vocabulary, forward, per sample."""
+        return 2 * self.seq_length * self.hidden_size * self.padded_vocab_size
 
     @property
     def model_flops_per_sample(self) -> int:
@@ -41,11 +55,10 @@ class ModelShape:
         head = 2 * self.seq_length * self.hidden_size * self.vocab_size
         return (1 + BACKWARD_FORWARD_RATIO) * (self.num_layers * self.block_forward_flops + head)
 
-    def hardware_flops_per_sample(self, recomputed_layers: int) -> int:
-        """Forward and backward of one sample as executed, with ``recomputed_layers`` blocks computed again."""
-        head = 2 * self.seq_length * self.hidden_size * self.padded_vocab_size
-        once = (1 + BACKWARD_FORWARD_RATIO) * (self.num_layers * self.block_forward_flops + head)
-        return once + recomputed_layers * self.block_forward_flops
+    def hardware_flops_per_sample(self, recomputed_flops: int) -> int:
+        """Forward and backward of one sample as executed, with so many operations done again (``Recomputation``)."""
+        forward = self.num_layers * self.block_forward_flops + self.head_forward_flops
+        return (1 + BACKWARD_FORWARD_RATIO) * forward + recomputed_flops
 
 
 def tflops_per_device(flops_per_sample: int, global_batch_size: int, step_seconds: float, num_devices: int) -> float:

@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from megastable.core.flops import BACKWARD_FORWARD_RATIO, ModelShape
 from megastable.core.linear_partition import deepspeed_balanced, deepspeed_uniform, least_largest_sum
 from megastable.core.parameters import ModelParts, StageLayers, stage_parameters
+from megastable.core.recomputation import Recomputation
 
 LAYERS_AT_EACH_END = 2
 """Lookup and embedding finish before the blocks, final norm and head after them."""
@@ -44,12 +45,12 @@ class FlatLayer:
 
 
 def flat_layers(
-    shape: ModelShape, parts: ModelParts, recomputes_blocks: bool, tensor_parallel_size: int = 1
+    shape: ModelShape, parts: ModelParts, recomputation: Recomputation, tensor_parallel_size: int = 1
 ) -> tuple[FlatLayer, ...]:
     """The model's layers in order: embedding, embedding finish, blocks, final norm, head.
 
-    The backward pass counts twice the forward pass; a block that is computed again counts once more. The head
-    multiplies by the padded vocabulary.
+    The backward pass counts twice the forward pass, and what is computed again once more. The head multiplies by the
+    padded vocabulary.
     """
     width, logits = shape.seq_length * shape.hidden_size, shape.seq_length * shape.padded_vocab_size
     finish = SMALL_OPERATIONS * width * (parts.learned_positions + parts.embedding_norm)
@@ -59,8 +60,9 @@ def flat_layers(
         held = stage_parameters(shape, parts, StageLayers.of([name]), tensor_parallel_size)
         return FlatLayer(name, class_name, held, matrices, vectors, cost)
 
-    block = shape.block_forward_flops * (passes + recomputes_blocks)
+    block = passes * shape.block_forward_flops + recomputation.flops_per_sample(shape, 1, holds_head=False)
     head = (2 * shape.hidden_size + SMALL_OPERATIONS) * logits * passes
+    head += recomputation.flops_per_sample(shape, 0, holds_head=True)
     return (
         layer("embedding", "VocabularyEmbedding", SMALL_OPERATIONS * width * passes, True, False),
         layer("embedding_finish", "EmbeddingFinish", finish * passes, parts.learned_positions, parts.embedding_norm),

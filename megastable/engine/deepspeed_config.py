@@ -7,6 +7,7 @@ from typing import Any
 
 from megastable.config import RunConfig
 from megastable.core.batch_rampup import Batch
+from megastable.core.recomputation import BLOCK
 
 MONITOR_SECTIONS = ("tensorboard", "wandb", "comet", "csv_monitor")
 MONITOR_FOLDERS = ("tensorboard", "csv_monitor")  # those that write files, into the run folder unless told otherwise
@@ -34,7 +35,7 @@ def deepspeed_config(run: RunConfig, batch: Batch, run_dir: Path, reduce_bucket_
     result["gradient_accumulation_steps"] = batch.num_microbatches
     result["zero_optimization"] = {**config["zero_optimization"], "reduce_bucket_size": reduce_bucket_size}
     result["pipeline"] = {
-        "activation_checkpoint_interval": int(run.megastable.pipeline.activation_checkpointing),
+        "activation_checkpoint_interval": int(BLOCK in run.megastable.pipeline.recomputed_kinds),
         # The reentrant form loses the gradient of an embedding inside a recomputed segment.
         "use_reentrant": False,
         # With tensor ranks these trade sends for gathers; one of them alone fails or hangs, so both are off.

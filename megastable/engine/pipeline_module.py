@@ -65,7 +65,12 @@ class GptPipeline(PipelineModule):
                 topology=PipeModelDataParallelTopology(
                     num_pp=layout.num_stages, num_mp=layout.tensor_parallel_size, num_dp=layout.data_parallel_size
                 ),
-                loss_fn=token_mean_loss(run.megastable.model.vocab_size, tensor, run.megastable.training.z_loss),
+                loss_fn=token_mean_loss(
+                    run.megastable.model.vocab_size,
+                    tensor,
+                    run.megastable.training.z_loss,
+                    run.megastable.training.loss_chunk_tokens,
+                ),
                 checkpointable_layers=[TransformerBlock.__name__],
             )
         if isinstance(tensor, ProcessTensorGroup):

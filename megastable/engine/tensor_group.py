@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker, non_reentrant_checkpoint
 from torch import Tensor, nn
 
 from megastable.core.layout import ParallelLayout
@@ -50,6 +51,11 @@ class ProcessTensorGroup:
     def split_randomness(self) -> contextlib.AbstractContextManager[None]:
         """Draw from this rank's own stream; DeepSpeed's recomputation knows it and plays it back."""
         return get_cuda_rng_tracker().fork(SPLIT_STREAM)
+
+    def recomputed(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """DeepSpeed's recomputation, as of whole blocks: it plays the split stream back, too."""
+        result: Tensor = non_reentrant_checkpoint(function, x)
+        return result
 
 
 def make_tensor_group(layout: ParallelLayout, rank: int, sequence_parallel: bool) -> TensorGroup:

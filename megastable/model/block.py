@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megastable.config import ModelConfig
+from megastable.core.recomputation import ATTENTION, FEED_FORWARD
 from megastable.model.attention import SelfAttention
 from megastable.model.dropout import ResidualDropout
 from megastable.model.norms import make_norm
@@ -55,12 +56,22 @@ FEED_FORWARDS: dict[str, Callable[[ModelConfig, TensorGroup], nn.Module]] = {
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm block; (batch, seq, hidden) in and out, a slice of the sequence under sequence parallelism."""
+    """Pre-norm block; (batch, seq, hidden) in and out, a slice of the sequence under sequence parallelism.
+
+    Args:
+        recomputed: halves, of ``core.recomputation``, of which only the input is kept for the backward pass.
+    """
 
     def __init__(
-        self, config: ModelConfig, bias: AttentionBias, rotary: RotaryTable | None, tensor: TensorGroup
+        self,
+        config: ModelConfig,
+        bias: AttentionBias,
+        rotary: RotaryTable | None,
+        tensor: TensorGroup,
+        recomputed: Collection[str] = (),
     ) -> None:
         super().__init__()
+        self.tensor, self.recomputed = tensor, frozenset(recomputed)
         self.attention_norm = make_norm(config, config.hidden_size)
         self.attention = SelfAttention(config, bias, rotary, tensor)
         self.feed_forward_norm = make_norm(config, config.hidden_size)
@@ -69,5 +80,16 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, seq, hidden) in and out."""
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
-        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+        x = x + self._half(ATTENTION, self._attend, x)
+        return x + self._half(FEED_FORWARD, self._feed_forward, x)
+
+    def _half(self, name: str, half: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if name in self.recomputed and torch.is_grad_enabled():
+            return self.tensor.recomputed(half, x)
+        return half(x)
+
+    def _attend(self, x: Tensor) -> Tensor:
+        return self.dropout(self.attention(self.attention_norm(x)))
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.feed_forward(self.feed_forward_norm(x)))

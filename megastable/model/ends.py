@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -31,6 +34,21 @@ class LogitCap(nn.Module):
         return soft_cap(logits, self.cap)
 
 
+class HeadInput(NamedTuple):
+    """What a head hands to a loss in chunks, in place of logits: their makings.
+
+    The weight is a view of the head's. DeepSpeed prepares for a backward pass when the first gradient reaches an output
+    of the model, and has to do so before a weight has its gradient; through the view it does.
+    """
+
+    hidden: Tensor
+    """(batch, seq or slice, hidden)"""
+    weight: Tensor
+    """(share of the padded vocabulary, hidden)"""
+    logits_of: Callable[[Tensor, Tensor], Tensor]
+    """Of a part of ``hidden`` and the weight: (batch, part of the whole sequence, share of the padded vocabulary)."""
+
+
 class VocabularyEmbedding(nn.Module):
     """Token ids (batch, seq) to vectors (batch, seq, hidden); also the head where weights are tied.
 
@@ -53,8 +71,21 @@ class VocabularyEmbedding(nn.Module):
 
 def tied_logits(embedding: VocabularyEmbedding, x: Tensor) -> Tensor:
     """(batch, seq or slice, hidden) to logits (batch, seq, share of the vocabulary) by the embedding's own weight."""
-    logits: Tensor = embedding.cap(column_parallel_linear(x, embedding.weight, None, embedding.tensor))
+    return _logits(x, embedding.weight, embedding.tensor, embedding.cap)
+
+
+def tied_head_input(embedding: VocabularyEmbedding, x: Tensor) -> HeadInput:
+    """The makings of ``tied_logits``."""
+    return _head_input(x, embedding.weight, embedding.tensor, embedding.cap)
+
+
+def _logits(x: Tensor, weight: Tensor, tensor: TensorGroup, cap: LogitCap) -> Tensor:
+    logits: Tensor = cap(column_parallel_linear(x, weight, None, tensor))
     return logits
+
+
+def _head_input(x: Tensor, weight: Tensor, tensor: TensorGroup, cap: LogitCap) -> HeadInput:
+    return HeadInput(x, weight.view_as(weight), lambda part, seen: _logits(part, seen, tensor, cap))
 
 
 class EmbeddingFinish(nn.Module):
@@ -91,14 +122,20 @@ class FinalNorm(nn.Module):
 
 
 class OutputHead(nn.Module):
-    """An untied head: (batch, seq or slice, hidden) to logits (batch, seq, share of the padded vocabulary)."""
+    """An untied head: (batch, seq or slice, hidden) to logits (batch, seq, share of the padded vocabulary).
 
-    def __init__(self, config: ModelConfig, tensor: TensorGroup) -> None:
+    Args:
+        in_chunks: hand on the makings of the logits instead, for a loss in chunks.
+    """
+
+    def __init__(self, config: ModelConfig, tensor: TensorGroup, in_chunks: bool = False) -> None:
         super().__init__()
+        self.in_chunks = in_chunks
         shard = Shard.even((config.padded_vocab_size, config.hidden_size), 0, tensor)
         self.linear = ColumnParallelLinear(shard, tensor, bias=False)
         self.cap = LogitCap(config.output_logit_cap)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq or slice, hidden) to (batch, seq, share of the padded vocabulary)."""
-        return self.cap(self.linear(x))
+    def forward(self, x: Tensor) -> Tensor | HeadInput:
+        """(batch, seq or slice, hidden) to (batch, seq, share of the padded vocabulary), or to the makings of it."""
+        make = _head_input if self.in_chunks else _logits
+        return make(x, self.linear.weight, self.linear.tensor, self.cap)

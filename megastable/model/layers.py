@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 from megastable.config import RunConfig
 from megastable.model.block import TransformerBlock
-from megastable.model.ends import EmbeddingFinish, FinalNorm, OutputHead, VocabularyEmbedding, tied_logits
+from megastable.model.ends import (
+    EmbeddingFinish,
+    FinalNorm,
+    HeadInput,
+    OutputHead,
+    VocabularyEmbedding,
+    tied_head_input,
+    tied_logits,
+)
 from megastable.model.initialise import draw_weights
 from megastable.model.positions import AttentionBias, RotaryTable
 from megastable.model.tensor_parallel import TensorGroup
@@ -30,7 +38,7 @@ class Layer:
     """Global index that seeds the weights; a tied layer has that of the first layer it is tied to."""
     tied_key: str | None = None
     """Layers with the same key are one module (one copy a stage)."""
-    forward: Callable[[Any, Tensor], Tensor] | None = None
+    forward: Callable[[Any, Tensor], Tensor | HeadInput] | None = None
     """Replaces the module's own forward."""
 
     def build(self, run: RunConfig) -> nn.Module:
@@ -45,9 +53,10 @@ def gpt_layers(run: RunConfig, tensor: TensorGroup) -> list[Layer]:
 
     A single tensor passes between neighbours: token ids (batch, seq) in, hidden states (batch, seq, hidden) between,
     logits (batch, seq, padded vocabulary) out. Over tensor ranks the hidden states are whole, or slices of the sequence
-    under sequence parallelism, and each rank has the logits of its share of the vocabulary.
+    under sequence parallelism, and each rank has the logits of its share of the vocabulary. With a loss in chunks the
+    last layer hands on a ``HeadInput`` in place of logits.
     """
-    model = run.megastable.model
+    model, in_chunks = run.megastable.model, run.megastable.training.loss_chunk_tokens is not None
     bias = AttentionBias(model.num_attention_heads if model.position_embedding == "alibi" else None, tensor)
     rotary = RotaryTable(model.head_dim, model.rotary_base) if model.position_embedding == "rotary" else None
     tied_key = EMBEDDING_KEY if model.tie_embeddings else None
@@ -57,11 +66,12 @@ def gpt_layers(run: RunConfig, tensor: TensorGroup) -> list[Layer]:
         Layer("embedding_finish", EmbeddingFinish, (model, tensor), draw_index=1),
     ]
     for number in range(model.num_layers):
-        arguments = (model, bias, rotary, tensor)
+        arguments = (model, bias, rotary, tensor, run.megastable.pipeline.recomputed_kinds)
         layers.append(Layer(f"block_{number}", TransformerBlock, arguments, draw_index=len(layers)))
     layers.append(Layer("final_norm", FinalNorm, (model,), draw_index=len(layers)))
     if model.tie_embeddings:
-        layers.append(Layer("head", VocabularyEmbedding, (model, tensor), 0, tied_key=tied_key, forward=tied_logits))
+        forward = tied_head_input if in_chunks else tied_logits
+        layers.append(Layer("head", VocabularyEmbedding, (model, tensor), 0, tied_key=tied_key, forward=forward))
     else:
-        layers.append(Layer("head", OutputHead, (model, tensor), draw_index=len(layers)))
+        layers.append(Layer("head", OutputHead, (model, tensor, in_chunks), draw_index=len(layers)))
     return layers

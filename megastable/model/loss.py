@@ -8,14 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
 
 from megastable.core.labels import IGNORED_LABEL
+from megastable.model.ends import HeadInput
 from megastable.model.tensor_parallel import TensorGroup
 
-LossFunction = Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]
+LossFunction = Callable[[Tensor | HeadInput, tuple[Tensor, Tensor]], Tensor]
 
 
-def token_mean_loss(vocab_size: int, tensor: TensorGroup, z_loss: float = 0.0) -> LossFunction:
+def token_mean_loss(
+    vocab_size: int, tensor: TensorGroup, z_loss: float = 0.0, chunk_tokens: int | None = None
+) -> LossFunction:
     """Cross-entropy in fp32 over the first ``vocab_size`` logits; what pads the vocabulary never reaches it.
 
     The returned function takes logits (batch, seq, the rank's share of the padded vocabulary) and ``(labels,
@@ -28,14 +32,50 @@ def token_mean_loss(vocab_size: int, tensor: TensorGroup, z_loss: float = 0.0) -
         z_loss: weight of the squared log-normaliser of every counted token (PaLM, Chowdhery et al., arXiv 2204.02311,
             section 5). Its gradient is added; the value stays the plain cross-entropy, so that it can be compared with
             an evaluation and with ln(vocabulary).
+        chunk_tokens: with a head that hands on a ``HeadInput``, the logits of so many tokens of a micro-batch are made
+            at a time, and once more in the backward pass.
     """
 
-    def loss(logits: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+    def total_of(logits: Tensor, labels: Tensor) -> Tensor:
+        return token_losses(logits, labels, vocab_size, tensor, z_loss).sum()
+
+    def loss(output: Tensor | HeadInput, targets: tuple[Tensor, Tensor]) -> Tensor:
         labels, denominator = targets
-        total: Tensor = token_losses(logits, labels, vocab_size, tensor, z_loss).sum()
+        if chunk_tokens is None:
+            assert isinstance(output, Tensor)
+            total = total_of(output, labels)
+        else:
+            assert isinstance(output, HeadInput)
+            total = _total_by_chunks(output, labels, tensor, chunk_tokens, total_of)
         return total / denominator.clamp(min=torch.finfo(torch.float32).tiny)  # a batch that counts nothing gives 0
 
     return loss
+
+
+def _total_by_chunks(
+    output: HeadInput,
+    labels: Tensor,
+    tensor: TensorGroup,
+    chunk_tokens: int,
+    total_of: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """The sum of ``total_of`` over chunks, whose logits are not kept but made again.
+
+    Under sequence parallelism a chunk has tokens from every rank's slice, which the head gathers, slice after slice.
+    """
+    slices = tensor.size if tensor.sequence_parallel else 1
+    own = max(1, chunk_tokens // slices)
+    hidden = output.hidden.flatten(0, 1).unsqueeze(0)
+    by_slice = labels.unflatten(1, (slices, -1)).movedim(1, 0).flatten(1)
+
+    def total_of_chunk(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return total_of(output.logits_of(hidden, weight), labels)
+
+    totals = []
+    for part, part_labels in zip(hidden.split(own, dim=1), by_slice.split(own, dim=1), strict=True):
+        arguments = (part, output.weight, part_labels.flatten().unsqueeze(0))
+        totals.append(checkpoint(total_of_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
+    return torch.stack(totals).sum()
 
 
 def token_losses(logits: Tensor, labels: Tensor, vocab_size: int, tensor: TensorGroup, z_loss: float = 0.0) -> Tensor:

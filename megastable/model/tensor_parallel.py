@@ -10,6 +10,7 @@ reduce-scatter, with an all-gather where the next half block begins.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
+from torch.utils.checkpoint import checkpoint
 
 from megastable.model.products import differentiable_linear, linear, product, weight_gradient
 
@@ -56,6 +58,10 @@ class TensorGroup(Protocol):
         """Draw from a stream of this rank's own, for what is split; outside, all ranks draw the same."""
         ...
 
+    def recomputed(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """``function(x)``, of which only ``x`` is kept: the backward pass calls it again, with the same randomness."""
+        ...
+
 
 class _Done:
     def wait(self) -> None:
@@ -87,6 +93,11 @@ class OneProcess:
     def split_randomness(self) -> contextlib.AbstractContextManager[None]:
         """One stream is enough."""
         return contextlib.nullcontext()
+
+    def recomputed(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """torch's recomputation plays its own stream back."""
+        result: Tensor = checkpoint(function, x, use_reentrant=False)
+        return result
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,18 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.synchronize import Barrier
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megastable.config import RunConfig
+from megastable.core.partition import LAYERS_AT_EACH_END
 from megastable.core.pipeline_calibration import line_through
 from megastable.core.pipeline_cost import StageTime
+from megastable.engine.host_memory import keep_freed_memory
 from megastable.engine.optimizer import build_optimizer
-from megastable.model.layers import LAYERS_BEFORE_BLOCKS, Layer, gpt_layers
+from megastable.model.layers import Layer, gpt_layers
 from megastable.model.loss import token_mean_loss
 from megastable.model.tensor_parallel import OneProcess
 from megastable.training.host import cpu_name, memory_gib_per_process, threads_per_process
@@ -63,6 +66,7 @@ def probe(plan: RunPlan, seconds: float = PROBE_SECONDS) -> CalibrationFile:
 
 def measure(run: RunConfig, sizes: list[int], threads: int, seconds: float) -> Probe:
     """Measure in this process, every piece in turn until the time is over, the first round left out."""
+    keep_freed_memory()  # as the engine does
     torch.set_num_threads(threads)
     torch.manual_seed(run.megastable.training.seed)
     pieces = {(name, size): piece for size in sizes for name, piece in _pieces(run, size).items()}
@@ -93,12 +97,13 @@ def _pieces(run: RunConfig, size: int) -> dict[str, Callable[[], tuple[float, fl
     """Name -> a function that runs the piece once and tells the seconds of its forward and its backward pass."""
     model, dtype = run.megastable.model, DTYPES[run.number_format]
     layers = gpt_layers(run, OneProcess())
-    loss = token_mean_loss(model.vocab_size, OneProcess(), run.megastable.training.z_loss)
+    training = run.megastable.training
+    loss = token_mean_loss(model.vocab_size, OneProcess(), training.z_loss, training.loss_chunk_tokens)
     ids = torch.randint(0, model.vocab_size, (size, model.seq_length))
     targets = (ids, torch.tensor(float(ids.numel())))
     hidden = torch.randn(size, model.seq_length, model.hidden_size, dtype=dtype, requires_grad=True)
-    first, last = _chain(layers[:LAYERS_BEFORE_BLOCKS], run), _chain(layers[-2:], run)
-    block = _chain(layers[LAYERS_BEFORE_BLOCKS : LAYERS_BEFORE_BLOCKS + 1], run)
+    first, last = _chain(layers[:LAYERS_AT_EACH_END], run), _chain(layers[-LAYERS_AT_EACH_END:], run)
+    block = _chain(layers[LAYERS_AT_EACH_END : LAYERS_AT_EACH_END + 1], run)
 
     def timed(piece: Callable[[], Tensor]) -> Callable[[], tuple[float, float]]:
         def once() -> tuple[float, float]:
@@ -118,14 +123,15 @@ def _pieces(run: RunConfig, size: int) -> dict[str, Callable[[], tuple[float, fl
     }
 
 
-def _chain(layers: list[Layer], run: RunConfig) -> Callable[[Tensor], Tensor]:
+def _chain(layers: list[Layer], run: RunConfig) -> Callable[[Tensor], Any]:
     """The layers as one function; their gradients add up from call to call, as over micro-batches."""
     built: list[tuple[Layer, nn.Module]] = [(layer, layer.build(run).to(DTYPES[run.number_format])) for layer in layers]
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x: Tensor) -> Any:
+        result: Any = x
         for layer, module in built:
-            x = layer.forward(module, x) if layer.forward else module(x)
-        return x
+            result = layer.forward(module, result) if layer.forward else module(result)
+        return result
 
     return forward
 

@@ -11,6 +11,7 @@ from megastable.config.stages import StageCut, model_shape
 from megastable.core.batch_rampup import Batch, BatchRampup, RampPhase, RunLength
 from megastable.core.layout import ParallelLayout
 from megastable.core.lr_schedule import BATCH_SCALING_EXPONENTS, LR_SCHEDULES, WarmupSchedule
+from megastable.core.recomputation import Recomputation
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class RunPlan:
         phases = ramp.phases(total_samples=sections.training.total_samples, total_steps=sections.training.total_steps)
         length = RunLength.of(phases)
         shape = model_shape(sections.model)
-        recomputed = sections.model.num_layers if sections.pipeline.activation_checkpointing else 0
+        recomputed_flops = recomputation(run).flops_per_sample(shape, shape.num_layers, holds_head=True)
         return cls(
             run=run,
             layout=layout,
@@ -55,7 +56,7 @@ class RunPlan:
             lr_schedule=learning_rate_schedule(run, length),
             cut=StageCut.of(sections.model, sections.pipeline, sections.tensor_parallel),
             model_flops_per_sample=shape.model_flops_per_sample,
-            hardware_flops_per_sample=shape.hardware_flops_per_sample(recomputed),
+            hardware_flops_per_sample=shape.hardware_flops_per_sample(recomputed_flops),
         )
 
     def learning_rate(self, applied_samples: int, batch: Batch) -> float:
@@ -96,3 +97,9 @@ def learning_rate_schedule(run: RunConfig, length: RunLength) -> WarmupSchedule:
         "step_factor": config.step_factor or DEFAULT_STEP_FACTOR,
     }
     return schedule(**{field.name: values[field.name] for field in fields(schedule)})
+
+
+def recomputation(run: RunConfig) -> Recomputation:
+    """What the backward passes of a run compute again."""
+    settings = run.megastable
+    return Recomputation(settings.pipeline.recomputed_kinds, head=settings.training.loss_chunk_tokens is not None)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megastable.config import RunConfig, TensorParallelConfig
+from megastable.config import PipelineConfig, RunConfig, TensorParallelConfig
 from megastable.core.labels import IGNORED_LABEL
 from megastable.model.layers import gpt_layers
 from megastable.model.tensor_parallel import OneProcess, TensorGroup
@@ -49,7 +49,8 @@ class ReferenceStep:
 
 def train_reference(run: RunConfig, num_steps: int) -> tuple[list[ReferenceStep], ReferenceModel]:
     """Train in fp32 on whole global batches."""
-    plan = RunPlan.of(run.model_copy(update={"megastable": _one_stage(run)}), world_size=1)
+    run = run.model_copy(update={"megastable": _plain(run)})
+    plan = RunPlan.of(run, world_size=1)
     model = ReferenceModel(run)
     optimizer = reference_optimizer(model, run)
     size, steps, consumed = run.megastable.model, [], 0
@@ -88,6 +89,8 @@ def reference_optimizer(model: nn.Module, run: RunConfig) -> torch.optim.Optimiz
     )  # fmt: skip
 
 
-def _one_stage(run: RunConfig) -> object:
-    pipeline = run.megastable.pipeline.model_copy(update={"num_stages": 1})
-    return run.megastable.model_copy(update={"pipeline": pipeline, "tensor_parallel": TensorParallelConfig()})
+def _plain(run: RunConfig) -> object:
+    """One stage, one tensor rank, all logits at once, and nothing computed again."""
+    training = run.megastable.training.model_copy(update={"loss_chunk_tokens": None})
+    sections = {"pipeline": PipelineConfig(), "tensor_parallel": TensorParallelConfig(), "training": training}
+    return run.megastable.model_copy(update=sections)

@@ -41,7 +41,7 @@ def _memory_of_stage(
         size, count = batch.micro_batch_size, batch.num_microbatches
         counts[size] = max(counts.get(size, 0), count)
     widest = max(
-        activation_bytes(shape, parts, stage, settings, size, count, min(layout.num_stages - number, count))
+        activation_bytes(shape, parts, stage, settings, size, min(layout.num_stages - number, count))
         for size, count in counts.items()
     )
     return memory_use(
@@ -61,7 +61,8 @@ def activation_settings(plan: RunPlan, on_cpu: bool) -> ActivationSettings:
     sums = number_format(run)
     return ActivationSettings(
         element_bytes=sums.weight_bytes,
-        recomputed=settings.pipeline.activation_checkpointing,
+        recomputed=settings.pipeline.recomputed_kinds,
+        loss_chunk_tokens=settings.training.loss_chunk_tokens,
         tensor_parallel_size=plan.layout.tensor_parallel_size,
         sequence_parallel=settings.tensor_parallel.sequence_parallel,
         dropout=model.dropout > 0,

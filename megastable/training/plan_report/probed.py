@@ -10,7 +10,7 @@ from megastable.config.stages import model_parts, model_shape
 from megastable.core.parameters import stage_parameters
 from megastable.core.pipeline_cost import MicroBatchTime, PipelineCost, StageTime
 from megastable.training.plan_report.formats import communication_bytes, number_format
-from megastable.training.run_plan import RunPlan
+from megastable.training.run_plan import RunPlan, recomputation
 
 FIRST, BLOCK, LAST = "first", "block", "last"
 COPIES_OF_A_MESSAGE = 2
@@ -44,13 +44,12 @@ def cost_of(plan: RunPlan, probed: Probe) -> PipelineCost:
     """The cost of the plan's steps, from what its pieces take."""
     model, layout = plan.run.megastable.model, plan.layout
     shape, parts, ranks = model_shape(model), model_parts(model), layout.tensor_parallel_size
-    recomputes = bool(plan.run.megastable.pipeline.activation_checkpointing)
     times, fixed = [], []
     for stage in plan.cut.stages:
         pieces = {FIRST: int(stage.is_first), BLOCK: stage.num_blocks, LAST: int(stage.is_last)}
         forward = _sum({name: probed.passes[name].forward for name in pieces}, pieces, ranks)
         backward = _sum({name: probed.passes[name].backward for name in pieces}, pieces, ranks)
-        if recomputes:
+        if recomputation(plan.run).whole_blocks:  # halves recompute themselves, and were timed so
             again = _sum({BLOCK: probed.passes[BLOCK].forward}, pieces, ranks)
             backward = MicroBatchTime(
                 backward.seconds + again.seconds, backward.seconds_per_sample + again.seconds_per_sample

@@ -8,10 +8,4 @@ from megastable.core.parameters import StageLayers
 
 def forward_flops_per_sample(shape: ModelShape, stage: StageLayers) -> int:
     """Operations of a stage's forward pass over one sample, all tensor ranks together; a lookup has none."""
-    head = 2 * shape.seq_length * shape.hidden_size * shape.padded_vocab_size if stage.is_last else 0
-    return stage.num_blocks * shape.block_forward_flops + head
-
-
-def recomputed_flops_per_sample(shape: ModelShape, stage: StageLayers) -> int:
-    """Operations that activation checkpointing adds to a stage's backward pass: its blocks once more."""
-    return stage.num_blocks * shape.block_forward_flops
+    return stage.num_blocks * shape.block_forward_flops + (shape.head_forward_flops if stage.is_last else 0)

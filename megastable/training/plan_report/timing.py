@@ -13,8 +13,8 @@ from megastable.core.parameters import StageLayers, stage_parameters
 from megastable.core.pipeline_cost import MicroBatchTime, PipelineCost, StageTime
 from megastable.training.plan_report.assumptions import Machine
 from megastable.training.plan_report.formats import communication_bytes, number_format
-from megastable.training.plan_report.stages import forward_flops_per_sample, recomputed_flops_per_sample
-from megastable.training.run_plan import RunPlan
+from megastable.training.plan_report.stages import forward_flops_per_sample
+from megastable.training.run_plan import RunPlan, recomputation
 
 SUMS_PER_BLOCK = 2
 """One for each half block, forward; as many backward (Shoeybi et al., arXiv 1909.08053, section 3)."""
@@ -34,11 +34,11 @@ def step_cost(plan: RunPlan, machine: Machine) -> PipelineCost:
 
 def relative_cost(plan: RunPlan) -> PipelineCost:
     """The stages' shares of the work, in operations instead of seconds: enough to tell how long they wait."""
-    shape, recomputes = model_shape(plan.run.megastable.model), plan.run.megastable.pipeline.activation_checkpointing
+    shape, recomputed = model_shape(plan.run.megastable.model), recomputation(plan.run)
     times = []
     for stage in plan.cut.stages:
         forward = forward_flops_per_sample(shape, stage)
-        again = recomputed_flops_per_sample(shape, stage) if recomputes else 0
+        again = recomputed.flops_per_sample(shape, stage.num_blocks, stage.is_last)
         times.append(_of_sample(forward, BACKWARD_FORWARD_RATIO * forward + again))
     return PipelineCost(tuple(times))
 
@@ -49,7 +49,7 @@ def _of_sample(forward: float, backward: float) -> StageTime:
 
 def _stage_time(plan: RunPlan, stage: StageLayers, machine: Machine) -> StageTime:
     settings = plan.run.megastable
-    shape, recomputes = model_shape(settings.model), settings.pipeline.activation_checkpointing
+    shape, recomputed = model_shape(settings.model), recomputation(plan.run)
     ranks = plan.layout.tensor_parallel_size
     per_flop = machine.seconds_per_flop(plan.run.number_format) / ranks
     forward = forward_flops_per_sample(shape, stage) * per_flop
@@ -60,8 +60,8 @@ def _stage_time(plan: RunPlan, stage: StageLayers, machine: Machine) -> StageTim
     backward += (sums + stage.is_last) * one_sum
     if settings.tensor_parallel.sequence_parallel:
         backward += sums * one_sum / 2  # the input of every half block is gathered once more
-    if recomputes:
-        backward += recomputed_flops_per_sample(shape, stage) * per_flop + sums * one_sum
+    backward += recomputed.flops_per_sample(shape, stage.num_blocks, stage.is_last) * per_flop
+    backward += recomputed.num_halves * stage.num_blocks * one_sum  # each half block sums once again
     return _of_sample(forward, backward)
 
 

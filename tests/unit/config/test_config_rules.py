@@ -136,6 +136,20 @@ CASES = (
         (f"{M}.tensor_parallel.sequence_parallel=true", f"{M}.tensor_parallel.size=2"),
     ),
     Case(
+        "loss_chunks_hold_every_slice",
+        (
+            f"{M}.training.loss_chunk_tokens=1",
+            f"{M}.tensor_parallel.size=2",
+            f"{M}.tensor_parallel.sequence_parallel=true",
+        ),
+        f"{M}.training.loss_chunk_tokens",
+        (
+            f"{M}.training.loss_chunk_tokens=2",
+            f"{M}.tensor_parallel.size=2",
+            f"{M}.tensor_parallel.sequence_parallel=true",
+        ),
+    ),
+    Case(
         "std_belongs_to_fixed",
         (f"{M}.init.scheme=fixed",),
         f"{M}.init.std",

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.core.flops import ModelShape, tflops_per_device
+from megastable.core.recomputation import ATTENTION, BLOCK, FEED_FORWARD, Recomputation
 
 quick = settings(max_examples=25, deadline=None)  # no deadline: the machine may be busy
 
@@ -41,6 +42,11 @@ TINY_HEAD = 2 * 3 * 4 * 5
 TINY_PADDED_HEAD = 2 * 3 * 4 * 8
 
 
+def blocks_again(shape: ModelShape, num_blocks: int) -> int:
+    """Operations of so many whole blocks."""
+    return Recomputation((BLOCK,)).flops_per_sample(shape, num_blocks, holds_head=True)
+
+
 def test_gelu_block_by_hand() -> None:
     assert TINY_BLOCK == 1296
     assert TINY.block_forward_flops == 1296
@@ -67,13 +73,32 @@ def test_feed_forward_of_another_width_by_hand() -> None:
 def test_padding_counts_in_hardware_flops_only() -> None:
     assert TINY_HEAD == 120
     assert TINY_PADDED_HEAD == 192
-    assert TINY.hardware_flops_per_sample(recomputed_layers=0) == 3 * (1296 + 1296 + 192) == 8352
+    assert TINY.hardware_flops_per_sample(0) == 3 * (1296 + 1296 + 192) == 8352
     assert replace(TINY, padded_vocab_size=800).model_flops_per_sample == TINY.model_flops_per_sample
 
 
 def test_recompute_adds_a_forward_of_the_recomputed_blocks_to_hardware_flops() -> None:
-    assert TINY.hardware_flops_per_sample(recomputed_layers=1) == 3 * (1296 + 1296 + 192) + 1296 == 9648
-    assert TINY.hardware_flops_per_sample(recomputed_layers=2) == 3 * (1296 + 1296 + 192) + 1296 + 1296 == 10_944
+    assert TINY.hardware_flops_per_sample(blocks_again(TINY, 1)) == 3 * (1296 + 1296 + 192) + 1296 == 9648
+    assert TINY.hardware_flops_per_sample(blocks_again(TINY, 2)) == 3 * (1296 + 1296 + 192) + 1296 + 1296 == 10_944
+
+
+@pytest.mark.parametrize(
+    ("kinds", "of_a_block"),
+    [
+        ((), 0),
+        ((ATTENTION,), 4 * 96 + 2 * 72),
+        ((FEED_FORWARD,), 2 * 384),
+        ((ATTENTION, FEED_FORWARD), TINY_BLOCK),
+        ((BLOCK,), TINY_BLOCK),
+    ],
+)
+def test_what_each_kind_computes_again_by_hand(kinds: tuple[str, ...], of_a_block: int) -> None:
+    for num_blocks in range(3):
+        again = Recomputation(kinds).flops_per_sample(TINY, num_blocks, holds_head=True)
+        assert again == num_blocks * of_a_block
+        for holds_head in (True, False):
+            with_head = Recomputation(kinds, head=True).flops_per_sample(TINY, num_blocks, holds_head)
+            assert with_head == again + holds_head * TINY_PADDED_HEAD
 
 
 @st.composite
@@ -119,7 +144,7 @@ def test_any_shape_product_by_product(shape: ModelShape, data: st.DataObject) ->
     assert shape.block_forward_flops == block
     assert shape.model_flops_per_sample == 3 * (shape.num_layers * block + head)
     expected = 3 * (shape.num_layers * block + padded_head) + recomputed * block
-    assert shape.hardware_flops_per_sample(recomputed) == expected
+    assert shape.hardware_flops_per_sample(blocks_again(shape, recomputed)) == expected
 
 
 def test_narayanan_et_al_equation_3() -> None:
@@ -128,7 +153,7 @@ def test_narayanan_et_al_equation_3() -> None:
                     ffn_hidden_size=4 * 12_288, vocab_size=51_200, padded_vocab_size=51_200)  # fmt: skip
     s, layers, h, vocab = 2048, 80, 12_288, 51_200
     closed_form = 96 * s * layers * h * h * (1 + s / (6 * h) + vocab / (16 * layers * h))
-    assert shape.hardware_flops_per_sample(recomputed_layers=80) == pytest.approx(closed_form, rel=1e-12)
+    assert shape.hardware_flops_per_sample(blocks_again(shape, 80)) == pytest.approx(closed_form, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -137,13 +162,13 @@ def test_narayanan_et_al_equation_3() -> None:
     ids=["full batch: 149 to 150", "batch 16: 8"],
 )
 def test_bloom_176b_published_throughput(global_batch_size: int, step_seconds: float, published: float) -> None:
-    flops = BLOOM.hardware_flops_per_sample(recomputed_layers=70)
+    flops = BLOOM.hardware_flops_per_sample(blocks_again(BLOOM, 70))
     measured = tflops_per_device(flops, global_batch_size, step_seconds, BLOOM_DEVICES)
     assert measured == pytest.approx(published, rel=5e-4)
 
 
 def test_model_flops_stay_below_hardware_flops_under_recompute() -> None:
-    ratio = BLOOM.model_flops_per_sample / BLOOM.hardware_flops_per_sample(recomputed_layers=70)
+    ratio = BLOOM.model_flops_per_sample / BLOOM.hardware_flops_per_sample(blocks_again(BLOOM, 70))
     assert 0.75 < ratio < 0.76  # 3 of 4 passes; the head is not recomputed
 
 

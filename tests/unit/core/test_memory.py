@@ -14,15 +14,17 @@ from megastable.core.flops import ModelShape
 from megastable.core.memory import COPIES_CHECK_BYTES, MemoryUse, NumberFormat, memory_use
 from megastable.core.parameters import ModelParts, StageLayers, num_parameters, stage_parameters
 from megastable.core.partition import flat_layers
+from megastable.core.recomputation import ATTENTION, BLOCK, FEED_FORWARD, HALVES, Recomputation
 from megastable.training.plan_report.formats import FORMATS
 from tests.unit.core.test_flops import BLOOM
 
 quick = settings(max_examples=25, deadline=None)
 PARTS = ModelParts(tie_embeddings=True, learned_positions=False, embedding_norm=True, norm_has_bias=True, qk_norm=False)
+KINDS = st.sampled_from([(), (ATTENTION,), (FEED_FORWARD,), HALVES, (BLOCK,)])
 MIDDLE = StageLayers.blocks(6)
 SMALL_VOCABULARY = replace(BLOOM, vocab_size=1024, padded_vocab_size=1024)
 """So that the blocks, not the ends of the model, hold most at the peak."""
-BF16 = ActivationSettings(element_bytes=2, recomputed=False)
+BF16 = ActivationSettings(element_bytes=2, recomputed=())
 
 
 def use(number_format: NumberFormat, **changes: Any) -> MemoryUse:
@@ -84,21 +86,19 @@ def test_a_block_of_multi_head_attention_keeps_18_elements_a_token_and_hidden_un
     assert block_bytes_per_token(BLOOM, BF16) == 18 * BLOOM.hidden_size * 2 + log_sums
 
 
-def activations(
-    shape: ModelShape = BLOOM, stage: StageLayers = MIDDLE, batch: Any = (1, 8, 4), **changes: Any
-) -> float:
-    """Of a middle stage with changes; ``batch`` is micro-batch size, micro-batches and how many are in flight."""
+def activations(shape: ModelShape = BLOOM, stage: StageLayers = MIDDLE, batch: Any = (1, 4), **changes: Any) -> float:
+    """Of a middle stage with changes; ``batch`` is micro-batch size and how many are in flight."""
     return activation_bytes(shape, PARTS, stage, replace(BF16, **changes), *batch)
 
 
 @quick
-@given(st.integers(1, 8), st.integers(1, 16), st.booleans(), st.booleans(), st.sampled_from([1, 2, 4]), st.booleans())
+@given(st.integers(1, 8), st.integers(1, 16), KINDS, st.booleans(), st.sampled_from([1, 2, 4]), st.booleans())
 def test_activations_grow_with_what_makes_them(
-    size: int, in_flight: int, recomputed: bool, first: bool, ranks: int, last: bool
+    size: int, in_flight: int, recomputed: tuple[str, ...], first: bool, ranks: int, last: bool
 ) -> None:
     stage = StageLayers(4, is_first=first, has_embedding_finish=first, has_final_norm=last, is_last=last)
 
-    def own(batch: tuple[int, int, int] = (size, 16, in_flight), layers: StageLayers = stage, **changes: Any) -> float:
+    def own(batch: tuple[int, int] = (size, in_flight), layers: StageLayers = stage, **changes: Any) -> float:
         return activations(
             SMALL_VOCABULARY,
             stage=layers,
@@ -106,8 +106,8 @@ def test_activations_grow_with_what_makes_them(
             **{"recomputed": recomputed, "tensor_parallel_size": ranks, **changes},
         )
 
-    assert own((size + 1, 16, in_flight)) > own()
-    assert own((size, 16, in_flight + 1)) > own()
+    assert own((size + 1, in_flight)) > own()
+    assert own((size, in_flight + 1)) > own()
     assert own(layers=replace(stage, num_blocks=5)) > own()
     assert own(element_bytes=4) > own()
     assert own(dropout=True) >= own()
@@ -116,18 +116,23 @@ def test_activations_grow_with_what_makes_them(
     if ranks > 1:
         assert own(sequence_parallel=True) < own()
     if in_flight > 1:
-        assert own(recomputed=True) < own(recomputed=False)
+        assert own(recomputed=(BLOCK,)) < own(recomputed=())
+        for half in HALVES:
+            assert own(recomputed=HALVES) < own(recomputed=(half,)) < own(recomputed=())
 
 
 def test_recomputation_keeps_the_inputs_of_blocks_alone() -> None:
-    def of_one_more(recomputed: bool) -> float:
-        return activations(batch=(1, 16, 9), recomputed=recomputed) - activations(
-            batch=(1, 16, 8), recomputed=recomputed
-        )
+    def of_one_more(recomputed: tuple[str, ...]) -> float:
+        return activations(batch=(1, 9), recomputed=recomputed) - activations(batch=(1, 8), recomputed=recomputed)
 
     stream = BLOOM.seq_length * BLOOM.hidden_size * 2
-    assert of_one_more(recomputed=True) == (6 + 2) * stream  # six inputs, what was received, what was sent
-    assert of_one_more(recomputed=False) == 6 * BLOOM.seq_length * block_bytes_per_token(BLOOM, BF16) + 2 * stream
+    whole = 6 * BLOOM.seq_length * block_bytes_per_token(BLOOM, BF16)
+    assert of_one_more(recomputed=(BLOCK,)) == (6 + 1) * stream  # six inputs, and what was sent
+    assert of_one_more(recomputed=()) == whole + stream
+    assert of_one_more(recomputed=HALVES) == (2 * 6 + 1) * stream  # the middle of every block, too
+    feed_forward = 6 * (2 + 2 * 4) * stream  # the input, the norm's output, and twice the inner width of 4 h
+    assert of_one_more(recomputed=(FEED_FORWARD,)) == whole - feed_forward + 6 * stream + stream
+    assert of_one_more(recomputed=(ATTENTION,)) == feed_forward + 6 * stream + stream
 
 
 @quick
@@ -137,7 +142,7 @@ def test_stages_hold_the_whole_model_wherever_it_is_cut_and_a_tied_head_is_a_cop
 ) -> None:
     shape = replace(BLOOM, num_layers=8)
     parts = ModelParts(tied, learned, embedding_norm, bias, qk_norm)
-    names = [layer.name for layer in flat_layers(shape, parts, recomputes_blocks=False)]
+    names = [layer.name for layer in flat_layers(shape, parts, Recomputation())]
     halves = (StageLayers.of(names[:cut]), StageLayers.of(names[cut:]))
     whole = num_parameters(shape, parts)
     copied = shape.padded_vocab_size * shape.hidden_size if tied else 0
@@ -153,15 +158,15 @@ def test_tensor_ranks_share_matrices_and_keep_norms_and_row_biases_whole() -> No
 def test_a_stage_of_final_norm_and_head_keeps_their_inputs_and_works_with_no_block() -> None:
     ends = StageLayers.of(["final_norm", "head"])
     stream = BLOOM.seq_length * BLOOM.hidden_size * 2
-    assert activations(stage=ends, batch=(1, 16, 2)) - activations(stage=ends, batch=(1, 16, 1)) == 3 * stream
+    assert activations(stage=ends, batch=(1, 2)) - activations(stage=ends, batch=(1, 1)) == 2 * stream
     with_block = StageLayers.of(["block_0", "final_norm", "head"])
-    assert activations(stage=ends, recomputed=True) < activations(stage=with_block, recomputed=True)
+    assert activations(stage=ends, recomputed=(BLOCK,)) < activations(stage=with_block, recomputed=(BLOCK,))
     assert stage_parameters(BLOOM, PARTS, ends) == (BLOOM.padded_vocab_size + 2) * BLOOM.hidden_size
 
 
 def test_a_stage_of_the_embedding_alone_keeps_what_it_sends_and_its_norm_the_input() -> None:
     ends = StageLayers.of(["embedding", "embedding_finish"])
     stream = BLOOM.seq_length * BLOOM.hidden_size * 2
-    one = activations(SMALL_VOCABULARY, ends, batch=(1, 16, 9)) - activations(SMALL_VOCABULARY, ends, batch=(1, 16, 8))
+    one = activations(SMALL_VOCABULARY, ends, batch=(1, 9)) - activations(SMALL_VOCABULARY, ends, batch=(1, 8))
     assert one == 2 * stream
     assert stage_parameters(BLOOM, PARTS, ends) == (BLOOM.padded_vocab_size + 2) * BLOOM.hidden_size

@@ -22,6 +22,7 @@ from megastable.core.partition import (
     stage_bounds,
     stage_costs,
 )
+from megastable.core.recomputation import ATTENTION, BLOCK, FEED_FORWARD, HALVES, Recomputation
 from tests.unit.core.test_flops import BLOOM
 
 quick = settings(max_examples=25, deadline=None)
@@ -40,8 +41,9 @@ def models(draw: st.DrawFn) -> tuple[FlatLayer, ...]:
         padded_vocab_size=1024 * draw(st.integers(1, 3000)),
         seq_length=draw(st.sampled_from([128, 2048, 65_536])),
     )
-    flags = [draw(st.booleans()) for _ in range(6)]
-    return flat_layers(shape, ModelParts(*flags[:5]), recomputes_blocks=flags[5])
+    flags = [draw(st.booleans()) for _ in range(5)]
+    recomputed = Recomputation(draw(st.sampled_from([(), (ATTENTION,), (FEED_FORWARD,), HALVES, (BLOCK,)])))
+    return flat_layers(shape, ModelParts(*flags), recomputed)
 
 
 def all_cuts(count: int, num_parts: int) -> list[tuple[int, ...]]:
@@ -106,7 +108,7 @@ def test_every_method_covers_all_layers_in_order(layers: tuple[FlatLayer, ...], 
 @quick
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any))
 def test_a_list_counts_blocks_and_the_ends_stay_at_the_ends(counts: list[int]) -> None:
-    layers = flat_layers(replace(BLOOM, num_layers=sum(counts)), PARTS, recomputes_blocks=False)
+    layers = flat_layers(replace(BLOOM, num_layers=sum(counts)), PARTS, Recomputation())
     bounds = stage_bounds(layers, len(counts), tuple(counts))
     held = [[layer.name for layer in layers[start:stop]] for start, stop in pairwise(bounds)]
     assert [sum(name.startswith("block_") for name in names) for names in held] == counts
@@ -130,7 +132,7 @@ def test_a_stage_is_legal_where_it_has_matrices_and_vectors(layers: tuple[FlatLa
 
 
 def test_recomputation_makes_blocks_dearer_and_the_head_twice_its_forward() -> None:
-    plain, again = (flat_layers(BLOOM, PARTS, recomputes) for recomputes in (False, True))
+    plain, again = (flat_layers(BLOOM, PARTS, Recomputation(kinds)) for kinds in ((), (BLOCK,)))
     assert plain[2].cost == 3 * BLOOM.block_forward_flops
     assert again[2].cost == 4 * BLOOM.block_forward_flops
     products = 3 * 2 * BLOOM.seq_length * BLOOM.hidden_size * BLOOM.padded_vocab_size
@@ -139,14 +141,14 @@ def test_recomputation_makes_blocks_dearer_and_the_head_twice_its_forward() -> N
 
 
 def test_the_layers_have_all_weights_and_a_tied_head_counts_once_more() -> None:
-    layers = flat_layers(BLOOM, PARTS, recomputes_blocks=False)
+    layers = flat_layers(BLOOM, PARTS, Recomputation())
     assert sum(layer.num_parameters for layer in layers[:-1]) == num_parameters(BLOOM, PARTS)
     assert layers[-1].num_parameters == layers[0].num_parameters
 
 
 def test_a_large_model_is_balanced_where_its_layers_allow() -> None:
     """BLOOM's head is 2.2 of its blocks: 11 stages of 6 and one of 4 with the head."""
-    layers = flat_layers(BLOOM, PARTS, recomputes_blocks=True)
+    layers = flat_layers(BLOOM, PARTS, Recomputation((BLOCK,)))
     bounds = stage_bounds(layers, 12, "balanced")
     assert imbalance(stage_costs(layers, bounds)) < 0.05
     even = stage_bounds(layers, 12, (6,) * 10 + (5, 5))

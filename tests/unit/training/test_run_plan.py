@@ -107,6 +107,19 @@ def test_activation_checkpointing_costs_hardware_flops_only() -> None:
     assert recomputing.hardware_flops_per_sample == plan.hardware_flops_per_sample + 4 * block
 
 
+@pytest.mark.parametrize("kinds", [["attention"], ["feed_forward"], ["attention", "feed_forward"]])
+def test_halves_and_the_head_cost_their_own_hardware_flops(kinds: list[str]) -> None:
+    keys = {"megastable__pipeline__activation_checkpointing": kinds, "megastable__training__loss_chunk_tokens": 8}
+    plan, again = plan_of(), plan_of(**keys)
+    halves = {
+        "attention": 4 * 2 * 16 * 32 * 32 + 2 * (4 * 2 * 16 * 8 * 16),
+        "feed_forward": 2 * (2 * 16 * 32 * 128),
+    }
+    added = 4 * sum(halves[kind] for kind in kinds) + 2 * 16 * 32 * 304
+    assert again.hardware_flops_per_sample == plan.hardware_flops_per_sample + added
+    assert again.model_flops_per_sample == plan.model_flops_per_sample
+
+
 def test_swiglu_and_grouped_heads_of_the_file_are_counted() -> None:
     plan = plan_of(
         megastable__model__activation="swiglu",

@@ -16,7 +16,7 @@ from megastable.training.run_plan import RunPlan
 def own_bounds(settings: Settings) -> list[int]:
     """Where megastable cuts this model by itself; collective."""
     run = settings.run()
-    return list(GptPipeline(run, RunPlan.of(run, NUM_STAGES).layout).parts)
+    return [int(bound) for bound in GptPipeline(run, RunPlan.of(run, NUM_STAGES).layout).parts]
 
 
 class Megastable:

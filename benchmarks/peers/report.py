@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 OWN, STOCK, LIMIT = "megastable", "DeepSpeed", "one process"
@@ -108,7 +108,7 @@ def facts(result: dict[str, Any]) -> list[str]:
     """Where and on what it was measured, and what could not be."""
     hardware, settings = result["hardware"], result["settings"]
     rounds = {size: len(of_size) for size, of_size in by_batch(result["rows"]).items()}
-    spread = max(loss_spread(row) for row in result["rows"])
+    spread = max(loss_spread(row, without=result["refused"]) for row in result["rows"])
     lines = [
         f"{hardware['cores']} cores of {hardware['cpu']} (16-bit products: {hardware['bf16'] or 'none native'}), torch "
         f"{hardware['torch']}, DeepSpeed {hardware['deepspeed']}, load average at the start {hardware['load']:.1f}.",
@@ -119,7 +119,7 @@ def facts(result: dict[str, Any]) -> list[str]:
         f"Layers are cut at {result['bounds']}. Rounds by global batch: {rounds}. Cells: median (least-most) over the "
         "rounds; ratios pair the steps of a round.",
         "",
-        f"Losses of one step differ between the candidates by {spread:.1e} of their size at most.",
+        f"Losses of one step differ by {spread:.1e} of their size at most, between candidates that took every step.",
     ]
     refused = [
         f"- {name} at a global batch of {size}: {reason}"
@@ -129,7 +129,7 @@ def facts(result: dict[str, Any]) -> list[str]:
     return [*lines, "", "Not run:", "", *refused] if refused else lines
 
 
-def loss_spread(row: Row) -> float:
-    """Largest difference of the round's losses, over the largest of them."""
-    losses = list(row["losses"].values())
+def loss_spread(row: Row, without: Collection[str]) -> float:
+    """Largest difference of the round's losses, over the largest; not of those who missed steps."""
+    losses = [loss for name, loss in row["losses"].items() if name not in without]
     return (max(losses) - min(losses)) / max(abs(loss) for loss in losses)

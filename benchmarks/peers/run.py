@@ -36,7 +36,7 @@ from gpt import DTYPES, NUM_STAGES, Settings
 from measure import measure
 from own_engine import own_bounds
 from plot import draw
-from report import LIMIT, markdown
+from report import LIMIT, OWN, markdown
 from stock_deepspeed import StockDeepSpeed
 from trainers import PEERS, Trainer
 
@@ -137,6 +137,17 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def refusals(trainer: Trainer, settings: Settings, sizes: list[int]) -> dict[int, str]:
+    """Global batch size -> why the candidate cannot train on it."""
+    reasons = {size: trainer.refusal(size // settings.micro_batch_size) for size in sizes}
+    return {size: reason for size, reason in reasons.items() if reason}
+
+
+def stock_bounds(trainers: dict[str, Trainer]) -> dict[str, list[int]]:
+    """Where stock DeepSpeed cuts by itself."""
+    return {name: trainer.bounds for name, trainer in trainers.items() if isinstance(trainer, StockDeepSpeed)}
+
+
 def check(trainers: dict[str, Trainer], settings: Settings, sizes: list[int], rounds: int, rank: int) -> int:
     """The exit code: 1 where a curve is another."""
     differences = largest_differences(trainers, settings, sizes, rounds)
@@ -149,7 +160,7 @@ def check(trainers: dict[str, Trainer], settings: Settings, sizes: list[int], ro
 
 def time_steps(
     trainers: dict[str, Trainer], settings: Settings, sizes: list[int], arguments: argparse.Namespace,
-    bounds: list[int], rank: int,
+    facts: dict[str, Any], rank: int,
 ) -> None:  # fmt: skip
     """Measure, print the tables, and write what was asked for."""
 
@@ -161,29 +172,21 @@ def time_steps(
     result: dict[str, Any] = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "hardware": hardware(),
-        "settings": vars(settings),
         "num_stages": NUM_STAGES,
-        "bounds": {
-            "megastable": bounds,
-            **{name: trainer.bounds for name, trainer in trainers.items() if isinstance(trainer, StockDeepSpeed)},
-        },
-        "refused": {
-            name: {size: reason for size in sizes if (reason := trainer.refusal(size // settings.micro_batch_size))}
-            for name, trainer in trainers.items()
-        },
+        **facts,
     }
     deadline = time.monotonic() + 60 * arguments.time_limit
     result["rows"] = measure(trainers, settings, sizes, arguments.rounds, deadline, tell)
-    if rank != 0:
-        return
     if not result["rows"]:
         raise UserError(f"--time-limit {arguments.time_limit:g}: the warm-up alone took longer; nothing was measured")
-    print(markdown(result))
+    if rank != 0:
+        return
     if arguments.json is not None:
         data, tables, picture = output_paths(arguments.json)
         data.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         tables.write_text(markdown(result), encoding="utf-8")
         draw(result, picture)
+    print(markdown(result))
 
 
 def main() -> int:
@@ -202,9 +205,15 @@ def main() -> int:
         with connected(launch):
             bounds = own_bounds(settings)
             trainers = {name: PEERS[name](settings, bounds) for name in names}
+            refused = {name: refusals(trainer, settings, sizes) for name, trainer in trainers.items()}
+            refused = {name: reasons for name, reasons in refused.items() if reasons}
             if arguments.check:
+                if refused:
+                    raise UserError(f"--batches {sizes}: --check compares what all candidates can train; {refused}")
                 return check(trainers, settings, sizes, arguments.rounds, launch.rank)
-            time_steps(trainers, settings, sizes, arguments, bounds, launch.rank)
+            all_bounds = {OWN: bounds, **stock_bounds(trainers)}
+            facts = {"settings": vars(settings), "bounds": all_bounds, "refused": refused}
+            time_steps(trainers, settings, sizes, arguments, facts, launch.rank)
         return 0
     except UserError as error:
         if launch.rank == 0:

@@ -30,7 +30,7 @@ class StockDeepSpeed:
                 num_stages=NUM_STAGES,
                 loss_fn=loss_function(),
             )
-        self.bounds: list[int] = list(module.parts)
+        self.bounds = [int(bound) for bound in module.parts]
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=build_optimizer(module, run),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from gpt import Settings
@@ -24,6 +25,10 @@ def largest_differences(
         expected = row["losses"][LIMIT]
         for name in differences:
             if name in row["losses"]:
-                difference = abs(row["losses"][name] - expected) / abs(expected)
-                differences[name] = max(differences[name], difference)
+                differences[name] = max(differences[name], relative_difference(row["losses"][name], expected))
     return differences
+
+
+def relative_difference(loss: float, expected: float) -> float:
+    """Infinite where one of them is not finite: a comparison with NaN would let it pass."""
+    return abs(loss - expected) / abs(expected) if math.isfinite(loss) and math.isfinite(expected) else math.inf

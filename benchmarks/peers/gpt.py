@@ -31,18 +31,20 @@ class Settings:
     seq_length: int
     micro_batch_size: int
     precision: str
+    learning_rate: float
 
     def run(self, num_micro_batches: int = 1, fused: bool = True) -> RunConfig:
         """As megastable's run file. Clipping and decay are on; ZeRO stage 1 is the default.
 
         The head is not tied to the embedding, because torch's pipelining has no tied weights.
         """
+        adamw = {"lr": self.learning_rate, "weight_decay": 0.1, "fused": fused}
         return run_from_dict(
             {
                 "train_micro_batch_size_per_gpu": self.micro_batch_size,
                 "gradient_clipping": 1.0,
                 "bf16": {"enabled": self.precision == "bf16"},
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1, "fused": fused}},
+                "optimizer": {"type": "AdamW", "params": adamw},
                 "megastable": {
                     "model": {
                         "num_layers": self.layers, "hidden_size": self.hidden, "seq_length": self.seq_length,

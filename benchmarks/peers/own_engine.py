@@ -25,7 +25,6 @@ class Megastable:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         plan = RunPlan.of(settings.run(), NUM_STAGES)
-        self._learning_rate = settings.run().optimizer.params.lr
         self._engine = TrainingEngine(plan.run, plan.layout, plan.ramp, Path(tempfile.gettempdir()))
         self._hooks: dict[int, BatchRampupHook] = {}
 
@@ -41,4 +40,4 @@ class Megastable:
             self._hooks[count] = BatchRampupHook(self._engine.deepspeed, ramp)
         self._hooks[count].before_step(0)
         micro_batches = batch.micro_batches() if self._engine.needs_data else None
-        return self._engine.train_batch(micro_batches, self._learning_rate).loss
+        return self._engine.train_batch(micro_batches, self._settings.learning_rate).loss

@@ -1,0 +1,135 @@
+"""Tables of a measurement: step times, and ratios that pair the steps of one round. Needs no torch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+OWN, STOCK, LIMIT = "megastable", "DeepSpeed", "one process"
+ONE_F_ONE_B_PEERS = (STOCK, "DeepSpeed fused", "torch 1F1B")
+
+Row = dict[str, Any]
+"""One round of one batch size: ``num_micro_batches``, ``global_batch_size``, ``seconds`` and ``losses`` by name."""
+Value = Callable[[Row], float]
+
+
+def ideal_seconds(limit_seconds: float, num_micro_batches: int, num_stages: int) -> float:
+    """What a perfect 1F1B pipeline of single-threaded stages takes where one process with as many threads, which has
+    no bubble, takes ``limit_seconds``: its bubble share is (p - 1) / (m + p - 1).
+
+    PipeDream-Flush and Megatron-LM, arXiv 2104.04473, section 2.2.
+    """
+    return limit_seconds * (num_micro_batches + num_stages - 1) / num_micro_batches
+
+
+def seconds_of(name: str) -> Value:
+    """The step time of a candidate."""
+    return lambda row: row["seconds"][name]
+
+
+def speed_over(name: str) -> Value:
+    """How many times the throughput of a candidate megastable has."""
+    return lambda row: row["seconds"][name] / row["seconds"][OWN]
+
+
+def speed_over_best(row: Row) -> float:
+    """The same over the fastest 1F1B peer of the round."""
+    return min(row["seconds"][name] for name in ONE_F_ONE_B_PEERS if name in row["seconds"]) / row["seconds"][OWN]
+
+
+def share_of_ideal(name: str, num_stages: int) -> Value:
+    """The throughput of a candidate over that of a perfect 1F1B pipeline."""
+    return lambda row: ideal_seconds(row["seconds"][LIMIT], row["num_micro_batches"], num_stages) / row["seconds"][name]
+
+
+def share_of_limit(name: str) -> Value:
+    """The throughput of a candidate over that of the one process without a bubble."""
+    return lambda row: row["seconds"][LIMIT] / row["seconds"][name]
+
+
+def cell(rows: Sequence[Row], value: Value, digits: int) -> str:
+    """Median (least - most) over the rounds."""
+    values = [value(row) for row in rows]
+    low, middle, high = (f"{v:.{digits}f}" for v in (min(values), statistics.median(values), max(values)))
+    return f"{middle} ({low}-{high})"
+
+
+def by_batch(rows: Sequence[Row]) -> dict[int, list[Row]]:
+    """The rounds of every global batch size, smallest first."""
+    sizes = sorted({row["global_batch_size"] for row in rows})
+    return {size: [row for row in rows if row["global_batch_size"] == size] for size in sizes}
+
+
+def table(rows: Sequence[Row], columns: dict[str, Value], needs: dict[str, tuple[str, ...]], digits: int) -> list[str]:
+    """A line a batch size; a cell is a dash where a candidate that it needs did not run."""
+    lines = [f"| global batch | micro-batches | {' | '.join(columns)} |", f"|{'---|' * (len(columns) + 2)}"]
+    for size, of_size in by_batch(rows).items():
+        cells = [
+            cell(of_size, value, digits) if all(name in of_size[0]["seconds"] for name in needs[title]) else "-"
+            for title, value in columns.items()
+        ]
+        lines.append(f"| {size} | {of_size[0]['num_micro_batches']} | {' | '.join(cells)} |")
+    return lines
+
+
+def candidates(rows: Sequence[Row]) -> list[str]:
+    """Names that ran at some batch size, in the order of the first row that has most of them."""
+    return list(max((row["seconds"] for row in rows), key=len))
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The whole report of a measurement, see ``run.py`` for what it holds."""
+    rows, num_stages = result["rows"], result["num_stages"]
+    names = candidates(rows)
+    peers = [name for name in names if name not in (OWN, LIMIT)]
+    lines = [f"# Peers, {result['date']}", "", *facts(result), "", "## Step seconds", ""]
+    lines += table(rows, {name: seconds_of(name) for name in names}, {name: (name,) for name in names}, digits=3)
+    if OWN in names and peers:
+        best = "best 1F1B peer of the round"
+        columns = {name: speed_over(name) for name in peers}
+        needs: dict[str, tuple[str, ...]] = {name: (OWN, name) for name in peers}
+        first = next((name for name in ONE_F_ONE_B_PEERS if name in names), None)
+        if first is not None:
+            columns[best], needs[best] = speed_over_best, (OWN, first)
+        lines += ["", "## Throughput of megastable over each", "", *table(rows, columns, needs, digits=2)]
+    if LIMIT in names:
+        others = [name for name in names if name != LIMIT]
+        needs = {name: (LIMIT, name) for name in others}
+        ideal = {name: share_of_ideal(name, num_stages) for name in others}
+        limit = {name: share_of_limit(name) for name in others}
+        lines += ["", f"## Share of a perfect 1F1B pipeline (one process x m / (m + {num_stages - 1}))", ""]
+        lines += table(rows, ideal, needs, digits=3)
+        lines += ["", "## Share of the one process, which has no bubble", "", *table(rows, limit, needs, digits=3)]
+    return "\n".join(lines) + "\n"
+
+
+def facts(result: dict[str, Any]) -> list[str]:
+    """Where and on what it was measured, and what could not be."""
+    hardware, settings = result["hardware"], result["settings"]
+    rounds = {size: len(of_size) for size, of_size in by_batch(result["rows"]).items()}
+    spread = max(loss_spread(row, without=result["refused"]) for row in result["rows"])
+    lines = [
+        f"{hardware['cores']} cores of {hardware['cpu']} (16-bit products: {hardware['bf16'] or 'none native'}), torch "
+        f"{hardware['torch']}, DeepSpeed {hardware['deepspeed']}, load average at the start {hardware['load']:.1f}.",
+        "",
+        f"GPT: {', '.join(f'{key} {value}' for key, value in settings.items())}; {result['num_stages']} stages on as "
+        "many single-threaded processes, one process with as many threads.",
+        "",
+        f"Layers are cut at {result['bounds']}. Rounds by global batch: {rounds}. Cells: median (least-most) over the "
+        "rounds; ratios pair the steps of a round.",
+        "",
+        f"Losses of one step differ by {spread:.1e} of their size at most, between candidates that took every step.",
+    ]
+    refused = [
+        f"- {name} at a global batch of {size}: {reason}"
+        for name, reasons in result["refused"].items()
+        for size, reason in reasons.items()
+    ]
+    return [*lines, "", "Not run:", "", *refused] if refused else lines
+
+
+def loss_spread(row: Row, without: Collection[str]) -> float:
+    """Largest difference of the round's losses, over the largest; not of those who missed steps."""
+    losses = [loss for name, loss in row["losses"].items() if name not in without]
+    return (max(losses) - min(losses)) / max(abs(loss) for loss in losses)

@@ -1,0 +1,116 @@
+"""torch.distributed.pipelining, under its 1F1B schedule and under its zero-bubble V schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpt import NUM_STAGES, GlobalBatch, Settings, build_layers, loss_function
+from mixed_precision import MasterWeightAdamW
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
+
+from megastable.core.layout import stage_bounds
+from megastable.model.layers import LAYERS_AFTER_BLOCKS, LAYERS_BEFORE_BLOCKS
+
+TorchLoss = Callable[[Tensor, Tensor], Tensor]
+
+
+class TorchPipelining:
+    """Stages of plain torch on this rank, driven by one of torch's schedules.
+
+    Args:
+        bounds: of all stages, as ``stage_bounds`` gives them.
+        own: this rank's stages, in order.
+    """
+
+    def __init__(self, settings: Settings, bounds: list[int], own: list[int]) -> None:
+        self._settings, self._num_stages = settings, len(bounds) - 1
+        self._modules = {stage: build_layers(settings, bounds[stage], bounds[stage + 1]) for stage in own}
+        parameters = nn.ModuleList(self._modules.values()).parameters()
+        self._optimizer = MasterWeightAdamW(parameters, settings.run(), shared=True)
+        self._loss = loss_function()
+        self._schedules: dict[int, Any] = {}
+
+    def refusal(self, num_micro_batches: int) -> str | None:
+        """Why this number of micro-batches cannot be run, if so."""
+        raise NotImplementedError
+
+    def make_schedule(self, stages: list[PipelineStage], num_micro_batches: int, loss: TorchLoss) -> Any:
+        """torch's schedule over this rank's stages."""
+        raise NotImplementedError
+
+    def step(self, batch: GlobalBatch) -> float | None:
+        """One optimizer step; the loss on the rank of the last stage."""
+        count = batch.num_micro_batches
+        if count not in self._schedules:
+            self._schedules[count] = self._schedule(count)
+        losses: list[Tensor] = []
+        first, last = 0 in self._modules, self._num_stages - 1 in self._modules
+        self._schedules[count].step(
+            *((batch.ids,) if first else ()),
+            target=batch.labels if last else None,
+            losses=losses if last else None,
+            return_outputs=False,
+        )
+        self._optimizer.step()
+        return float(torch.stack(losses).detach().sum()) if last else None
+
+    def _schedule(self, num_micro_batches: int) -> Any:
+        """Stages and schedule of a number of micro-batches: both keep buffers for it."""
+        counted = torch.tensor(float(num_micro_batches * self._settings.micro_batch_size * self._settings.seq_length))
+
+        def loss(logits: Tensor, labels: Tensor) -> Tensor:
+            return self._loss(logits, (labels, counted))  # a share of the global token mean: the sum is the mean
+
+        stages = [self._stage(index, module) for index, module in self._modules.items()]
+        return self.make_schedule(stages, num_micro_batches, loss)
+
+    def _stage(self, index: int, module: nn.Module) -> PipelineStage:
+        """The shapes are told, so that torch need not run the model to find them."""
+        settings, model = self._settings, self._settings.run().megastable.model
+        shape = (settings.micro_batch_size, settings.seq_length)
+        ids = torch.empty(shape, dtype=torch.int64, device="meta")
+        hidden = torch.empty(*shape, settings.hidden, dtype=settings.dtype, device="meta", requires_grad=True)
+        logits = torch.empty(*shape, model.padded_vocab_size, dtype=settings.dtype, device="meta", requires_grad=True)
+        return PipelineStage(
+            module, index, self._num_stages, torch.device("cpu"),
+            input_args=ids if index == 0 else hidden,
+            output_args=logits if index == self._num_stages - 1 else hidden,
+        )  # fmt: skip
+
+
+class OneForwardOneBackward(TorchPipelining):
+    """A stage a rank, cut where megastable cuts."""
+
+    def __init__(self, settings: Settings, bounds: list[int]) -> None:
+        super().__init__(settings, bounds, [dist.get_rank()])
+
+    def refusal(self, num_micro_batches: int) -> str | None:
+        """torch's Schedule1F1B raises below a micro-batch a stage."""
+        if num_micro_batches < NUM_STAGES:
+            return f"torch's Schedule1F1B refuses fewer micro-batches than stages ({NUM_STAGES})"
+        return None
+
+    def make_schedule(self, stages: list[PipelineStage], num_micro_batches: int, loss: TorchLoss) -> Any:
+        """Over the one stage."""
+        return Schedule1F1B(stages[0], num_micro_batches, loss, scale_grads=False)
+
+
+class ZeroBubbleV(TorchPipelining):
+    """Two stages a rank, laid out as a V: the first rank has the first and the last."""
+
+    def __init__(self, settings: Settings) -> None:
+        num_stages, rank = 2 * NUM_STAGES, dist.get_rank()
+        bounds = stage_bounds(settings.layers, num_stages, LAYERS_BEFORE_BLOCKS, LAYERS_AFTER_BLOCKS)
+        super().__init__(settings, bounds, [rank, num_stages - 1 - rank])
+
+    def refusal(self, num_micro_batches: int) -> str | None:
+        """Every number of micro-batches will do."""
+        return None
+
+    def make_schedule(self, stages: list[PipelineStage], num_micro_batches: int, loss: TorchLoss) -> Any:
+        """Over both stages."""
+        return ScheduleZBVZeroBubble(stages, num_micro_batches, loss, scale_grads=False)

@@ -14,7 +14,8 @@ from megastable.config import RunConfig, run_from_dict
 from megastable.data import MicroBatch
 from megastable.model.layers import gpt_layers
 from megastable.model.loss import LossFunction, token_mean_loss
-from megastable.model.tensor_parallel import ColumnParallelLinear, OneProcess
+from megastable.model.products import is_emulated
+from megastable.model.tensor_parallel import ColumnParallelLinear, OneProcess, RowParallelLinear
 
 NUM_STAGES = 2
 VOCAB_SIZE = 2048
@@ -99,15 +100,24 @@ def loss_function() -> LossFunction:
     return token_mean_loss(VOCAB_SIZE, OneProcess())
 
 
-def build_layers(settings: Settings, start: int, stop: int) -> nn.Sequential:
+def build_layers(settings: Settings, start: int, stop: int, splits_backward: bool = False) -> nn.Sequential:
     """Layers ``start`` to ``stop`` of the flat list for plain torch, with the weights that megastable draws.
 
-    Their split linear layers compute both gradients in one autograd function, so a schedule that splits the backward
-    pass would compute them twice. Plain torch gets its own linear: the same products.
+    Args:
+        splits_backward: the schedule computes the gradients of inputs and of weights at different times. megastable's
+            linear layers compute both in one autograd function, which such a schedule would run twice, so they get the
+            same products as separate nodes.
     """
     run = settings.run()
     module = nn.Sequential(*(layer.build(run) for layer in gpt_layers(run, OneProcess())[start:stop]))
     for child in module.modules():
-        if isinstance(child, ColumnParallelLinear):
-            child.forward = functools.partial(F.linear, weight=child.weight, bias=child.bias)
+        if splits_backward and isinstance(child, ColumnParallelLinear | RowParallelLinear):
+            child.forward = functools.partial(separate_linear, weight=child.weight, bias=child.bias)
     return module.to(settings.dtype)
+
+
+def separate_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer whose two gradients are two nodes; in fp32 where megastable's own products are."""
+    if not is_emulated(x.device.type, x.dtype):
+        return F.linear(x, weight, bias)
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from mixed_precision import MasterWeightAdamW
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
 
-from megastable.core.layout import stage_bounds
-from megastable.model.layers import LAYERS_AFTER_BLOCKS, LAYERS_BEFORE_BLOCKS
+from megastable.core.partition import stage_bounds
+from megastable.training.run_plan import RunPlan
 
 TorchLoss = Callable[[Tensor, Tensor], Tensor]
 
@@ -24,11 +24,16 @@ class TorchPipelining:
     Args:
         bounds: of all stages, as ``stage_bounds`` gives them.
         own: this rank's stages, in order.
+        splits_backward: see ``build_layers``.
     """
 
-    def __init__(self, settings: Settings, bounds: list[int], own: list[int]) -> None:
+    def __init__(
+        self, settings: Settings, bounds: Sequence[int], own: list[int], splits_backward: bool = False
+    ) -> None:
         self._settings, self._num_stages = settings, len(bounds) - 1
-        self._modules = {stage: build_layers(settings, bounds[stage], bounds[stage + 1]) for stage in own}
+        self._modules = {
+            stage: build_layers(settings, bounds[stage], bounds[stage + 1], splits_backward) for stage in own
+        }
         parameters = nn.ModuleList(self._modules.values()).parameters()
         self._optimizer = MasterWeightAdamW(parameters, settings.run(), shared=True)
         self._loss = loss_function()
@@ -104,8 +109,9 @@ class ZeroBubbleV(TorchPipelining):
 
     def __init__(self, settings: Settings) -> None:
         num_stages, rank = 2 * NUM_STAGES, dist.get_rank()
-        bounds = stage_bounds(settings.layers, num_stages, LAYERS_BEFORE_BLOCKS, LAYERS_AFTER_BLOCKS)
-        super().__init__(settings, bounds, [rank, num_stages - 1 - rank])
+        layers = RunPlan.of(settings.run(), NUM_STAGES).cut.layers
+        bounds = stage_bounds(layers, num_stages, "balanced")
+        super().__init__(settings, bounds, [rank, num_stages - 1 - rank], splits_backward=True)
 
     def refusal(self, num_micro_batches: int) -> str | None:
         """Every number of micro-batches will do."""

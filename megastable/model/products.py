@@ -24,20 +24,21 @@ SUPPORTED_ON_CPU: dict[torch.dtype, Callable[[], bool]] = {
 
 
 @functools.cache
-def _is_emulated(device_type: str, dtype: torch.dtype) -> bool:
+def is_emulated(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether a product in the format would run far slower than in fp32."""
     return device_type == "cpu" and not SUPPORTED_ON_CPU[dtype]()
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b``, without a graph of its own."""
-    if _is_emulated(a.device.type, a.dtype):
+    if is_emulated(a.device.type, a.dtype):
         return (a.float() @ b.float()).to(a.dtype)
     return a @ b
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """(..., in) to (..., out) by a weight (out, in), without a graph of its own."""
-    if _is_emulated(x.device.type, x.dtype):
+    if is_emulated(x.device.type, x.dtype):
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
     return F.linear(x, weight, bias)
 

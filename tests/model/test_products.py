@@ -14,7 +14,7 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 @pytest.fixture(params=[True, False], ids=["emulated", "native"])
 def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Both ways, whatever this CPU can do."""
-    monkeypatch.setattr(products, "_is_emulated", lambda device, dtype: request.param and dtype in SIXTEEN_BITS)
+    monkeypatch.setattr(products, "is_emulated", lambda device, dtype: request.param and dtype in SIXTEEN_BITS)
     return bool(request.param)
 
 
@@ -57,7 +57,7 @@ def test_only_what_is_16_bits_wide_is_kept_for_the_backward_pass(emulated: bool,
 
 
 def test_emulation_is_told_by_device_and_format() -> None:
-    assert not products._is_emulated("cpu", torch.float32)
+    assert not products.is_emulated("cpu", torch.float32)
     for dtype, supported in products.SUPPORTED_ON_CPU.items():
-        assert products._is_emulated("cpu", dtype) == (not supported())
-        assert not products._is_emulated("cuda", dtype)
+        assert products.is_emulated("cpu", dtype) == (not supported())
+        assert not products.is_emulated("cuda", dtype)

@@ -34,8 +34,6 @@ class TorchPipelining:
         self._modules = {
             stage: build_layers(settings, bounds[stage], bounds[stage + 1], splits_backward) for stage in own
         }
-            stage: build_layers(settings, bounds[stage], bounds[stage + 1], splits_backward) for stage in own
-        }
         parameters = nn.ModuleList(self._modules.values()).parameters()
         self._optimizer = MasterWeightAdamW(parameters, settings.run(), shared=True)
         self._loss = loss_function()

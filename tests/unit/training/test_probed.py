@@ -35,7 +35,7 @@ def cost(world_size: int, **changes: Any) -> PipelineCost:
 
 def test_every_stage_has_its_blocks_and_its_ends() -> None:
     """Three stages of four blocks: 2, 1 and 1."""
-    stages = cost(3, megastable__pipeline__num_stages=3).stages
+    stages = cost(3, megastable__pipeline__num_stages=3, megastable__pipeline__partition=[2, 1, 1]).stages
     assert [stage.forward for stage in stages] == [line(201), line(100), line(10_100)]
     assert [stage.backward for stage in stages] == [line(402), line(200), line(20_200)]
     (alone,) = cost(1).stages

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from megastable.core.pipeline_calibration import MeasuredStep, calibrate
+
 OWN, STOCK, LIMIT = "megastable", "DeepSpeed", "one process"
 ONE_F_ONE_B_PEERS = (STOCK, "DeepSpeed fused", "torch 1F1B")
 
@@ -101,7 +103,28 @@ def markdown(result: dict[str, Any]) -> str:
         lines += ["", f"## Share of a perfect 1F1B pipeline (one process x m / (m + {num_stages - 1}))", ""]
         lines += table(rows, ideal, needs, digits=3)
         lines += ["", "## Share of the one process, which has no bubble", "", *table(rows, limit, needs, digits=3)]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *fixed_costs(rows, num_stages)]) + "\n"
+
+
+def fixed_costs(rows: Sequence[Row], num_stages: int) -> list[str]:
+    """What a step of each 1F1B candidate costs whatever its number of micro-batches; nothing of a single batch size."""
+    groups = by_batch(rows)
+    if len(groups) < 2:
+        return []
+    lines = ["", f"## Fixed cost of a step: c of (m + {num_stages - 1}) a + c, fitted to the medians", ""]
+    lines += ["| | c, seconds | a, seconds | c over a |", "|---|---|---|---|"]
+    for name in (OWN, *ONE_F_ONE_B_PEERS):
+        ran = [of_size for of_size in groups.values() if name in of_size[0]["seconds"]]
+        if len(ran) < 2:
+            continue
+        steps = [
+            MeasuredStep(1, of_size[0]["num_micro_batches"], statistics.median(map(seconds_of(name), of_size)))
+            for of_size in ran
+        ]
+        cost = calibrate(steps, num_stages)
+        each = cost.passes(1).slowest_stage
+        lines.append(f"| {name} | {cost.fixed_seconds:.3f} | {each:.3f} | {cost.fixed_seconds / each:.2f} |")
+    return lines
 
 
 def facts(result: dict[str, Any]) -> list[str]:

@@ -78,3 +78,13 @@ def test_any_candidate_may_be_left_out(left_out: str) -> None:
     assert ("Share of a perfect" in text) == (left_out != report.LIMIT)
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert not any(f"| {left_out} |" in line for line in tables) and not any("| - " in line for line in tables)
+
+
+@settings(max_examples=25, deadline=None)
+@given(each=st.floats(0.1, 10), fixed=st.floats(0.1, 10), counts=st.lists(st.integers(1, 64), min_size=2, unique=True))
+def test_the_fixed_cost_is_what_micro_batches_do_not_explain(each: float, fixed: float, counts: list[int]) -> None:
+    rows = [row(dict.fromkeys(NAMES, (m + 1) * each + fixed), m) for m in counts]
+    lines = report.fixed_costs(rows, num_stages=2)
+    assert f"| {report.OWN} | {fixed:.3f} | {each:.3f} |" in lines[5]
+    assert len(lines) == 5 + 1 + len(report.ONE_F_ONE_B_PEERS)
+    assert report.fixed_costs(rows[:1], num_stages=2) == []

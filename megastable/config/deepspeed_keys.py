@@ -91,16 +91,14 @@ class ZeroConfig(Section):
     reduce_bucket_size: int | None = Field(
         default=None,
         ge=1,
-        description="Gradient elements reduced at once; null leaves the choice to megastable. "
-        "The pipeline engine allocates two buffers of this size.",
+        description="Gradient elements reduced at once; null leaves the choice to megastable. With several replicas, "
+        "and no flat fp32 sums (bf16 with fp32 sums), DeepSpeed allocates two buffers of this size; one replica reduces "
+        "nothing.",
     )
     allgather_bucket_size: int | None = Field(
         default=None,
         ge=1,
         description="Weight elements gathered at once after a step; null leaves the choice to megastable.",
-    )
-    round_robin_gradients: bool = Field(
-        default=False, description="Spread the gradients' copies to the replicas more evenly."
     )
 
 

@@ -54,6 +54,8 @@ REFUSED_KEYS: Mapping[str, str] = {
     "data_types.buffer_dtype": _ONE_FORMAT,
     "data_types.keep_in_fp32_modules": _ONE_FORMAT,
     # gradients
+    "zero_optimization.round_robin_gradients": "it shuffles the flat weights, which DeepSpeed's own map of them does "
+    "not follow, so that norms and checks of copies would look at the wrong ones; remove it",
     "prescale_gradients": _SCALE,
     "gradient_predivide_factor": _SCALE,
     "gradient_allreduce_op": _SCALE,

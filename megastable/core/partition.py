@@ -130,8 +130,8 @@ def matches_type(class_name: str, pattern: str) -> bool:
 def illegal_stages(layers: Sequence[FlatLayer], bounds: Sequence[int]) -> list[int]:
     """The stages that lack matrices or vectors, which are the two groups of the optimizer.
 
-    DeepSpeed drops an empty group and then reduces the norm of every group over all stages, so that a stage with one
-    group less would let the others wait for ever. A stage with vectors has weights of its own: only matrices are tied.
+    DeepSpeed drops the empty group, so that stages have unlike optimizers: some such cuts were seen to hang, others to
+    train, depending on the number format. A stage with vectors has weights of its own: only matrices are tied.
     """
     stages = [layers[start:stop] for start, stop in pairwise(bounds)]
     return [

@@ -16,17 +16,16 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 SUPPORTED_ON_CPU: dict[torch.dtype, Callable[[], bool]] = {
-    torch.float32: lambda: True,
-    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    torch.bfloat16: lambda: torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    torch.float16: lambda: torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
 }
-"""Format -> whether this CPU multiplies matrices in it at full speed."""
+"""16-bit format -> whether oneDNN, which multiplies torch's matrices on a CPU, takes it on this one."""
 
 
 @functools.cache
 def is_emulated(device_type: str, dtype: torch.dtype) -> bool:
     """Whether a product in the format would run far slower than in fp32."""
-    return device_type == "cpu" and not SUPPORTED_ON_CPU[dtype]()
+    return device_type == "cpu" and dtype in SUPPORTED_ON_CPU and not SUPPORTED_ON_CPU[dtype]()
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

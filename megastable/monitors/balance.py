@@ -19,7 +19,7 @@ nothing of caches and clocks."""
 
 class StageBalance:
     """One event a run: how much longer than the mean the slowest stage took at the first watched step that is not the
-    run's first, in which everything warms up."""
+    process's first, in which everything warms up."""
 
     wants_a_look = False
 
@@ -27,11 +27,12 @@ class StageBalance:
         sections = run.megastable
         self._predicted = StageCut.of(sections.model, sections.pipeline, sections.tensor_parallel).imbalance
         self._told = sections.pipeline.num_stages == 1
+        self._warm = False
 
     def observe(self, seen: Seen) -> Iterator[Event]:
         """Measured beside predicted; a warning where the stages are far less equal."""
-        watched = seen.result.watched
-        if self._told or watched is None or seen.state.step == 1:
+        watched, warm, self._warm = seen.result.watched, self._warm, True
+        if self._told or watched is None or not warm:
             return
         self._told = True
         busy = list(watched.stage_busy_seconds.values())

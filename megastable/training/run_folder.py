@@ -145,6 +145,8 @@ def _other_cut(old: dict[str, Any], run: RunConfig) -> Iterator[str]:
     """
     sections = run.megastable
     pipeline = old.get("megastable", {}).get("pipeline", {})
+    if sections.pipeline.num_stages == 1 and pipeline.get("num_stages", 1) == 1:
+        return
     if "partition" not in pipeline:
         yield f"  {PARTITION}: not in the checkpoint, which is of an older version"
         return

@@ -26,6 +26,7 @@ TIMED_KEYS = (
     "megastable.model",
     "megastable.pipeline",
     "megastable.tensor_parallel",
+    "megastable.training.loss_chunk_tokens",
     "fp16.enabled",
     "bf16.enabled",
     "data_types",

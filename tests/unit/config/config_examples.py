@@ -59,7 +59,6 @@ FULL: dict[str, Any] = {
         "stage": 1,
         "reduce_bucket_size": 1000,
         "allgather_bucket_size": 2000,
-        "round_robin_gradients": True,
     },
     "tensorboard": {"enabled": True, "output_path": "runs", "job_name": "job"},
     "wandb": {"enabled": True, "group": "g", "team": "t", "project": "p"},

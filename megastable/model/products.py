@@ -6,8 +6,6 @@ there up to sixty times slower by itself than by widening both sides first (benc
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,18 +13,17 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-SUPPORTED_ON_CPU: dict[torch.dtype, Callable[[], bool]] = {
-    torch.float32: lambda: True,
-    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+SUPPORTED_ON_CPU: dict[torch.dtype, bool] = {
+    torch.float32: True,
+    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
 }
-"""Format -> whether this CPU multiplies matrices in it at full speed."""
+"""Format -> whether this CPU multiplies matrices in it at full speed. A plain table, which torch.compile can read."""
 
 
-@functools.cache
 def is_emulated(device_type: str, dtype: torch.dtype) -> bool:
     """Whether a product in the format would run far slower than in fp32."""
-    return device_type == "cpu" and not SUPPORTED_ON_CPU[dtype]()
+    return device_type == "cpu" and not SUPPORTED_ON_CPU[dtype]
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -50,6 +47,8 @@ def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
 
 def differentiable_linear(x: Tensor, weight: Tensor) -> Tensor:
     """(..., in) to (..., out). What it keeps for the backward pass stays in its own format."""
+    if torch.compiler.is_compiling():  # it makes a backward pass of its own, and keeps what is cheapest to keep
+        return linear(x, weight)
     result: Tensor = _Linear.apply(x, weight)
     return result
 

@@ -1,9 +1,7 @@
-"""A compiled block computes what the plain one does, as one graph that all blocks share, and with real kernels."""
+"""A compiled block computes what the plain one does, as one graph that all blocks share."""
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,15 +85,3 @@ def test_dropout_repeats_itself_where_halves_are_computed_again() -> None:
             block.compile(backend="aot_eager", dynamic=False, fullgraph=True)
         results.append(output_and_gradients(blocks, torch.float32))
     assert_close(results[1], results[0], torch.float32)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
-@pytest.mark.timeout(300)
-def test_real_kernels_give_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    torch._dynamo.reset()
-    blocks = blocks_of(torch.float32)
-    plain = output_and_gradients(blocks, torch.float32)
-    for block in blocks:
-        block.compile(dynamic=False, fullgraph=True)
-    assert_close(output_and_gradients(blocks, torch.float32), plain, torch.float32)

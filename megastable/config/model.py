@@ -63,6 +63,10 @@ class ModelConfig(Section):
     output_logit_cap: float | None = Field(
         default=None, gt=0, description="The same for the logits of the vocabulary. null: off."
     )
+    compile: bool = Field(
+        default=False,
+        description="torch.compile of every block, where it pays; the first steps are slow. Resuming may change it.",
+    )
 
     @property
     def kv_heads(self) -> int:

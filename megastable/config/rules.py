@@ -30,6 +30,7 @@ RULES: tuple[Rule, ...] = (
     tensor_rules.tensor_ranks_divide_kv_heads,
     tensor_rules.sequence_parallel_needs_tensor_ranks,
     tensor_rules.loss_chunks_hold_every_slice,
+    tensor_rules.compiled_blocks_are_whole,
     run_rules.ramp_has_one_form,
     run_rules.ramp_reaches_final,
     run_rules.ramp_steps_rise,

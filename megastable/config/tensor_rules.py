@@ -54,3 +54,13 @@ def loss_chunks_hold_every_slice(training: TrainingConfig, tensor_parallel: Tens
             chunk,
             f"must be at least megastable.tensor_parallel.size ({size}) under sequence_parallel",
         )
+
+
+def compiled_blocks_are_whole(model: ModelConfig, tensor_parallel: TensorParallelConfig) -> Iterator[Fault]:
+    """torch.compile does not see through the collectives of split layers."""
+    if model.compile and tensor_parallel.size > 1:
+        yield Fault(
+            "megastable.model.compile",
+            True,
+            f"must be false with megastable.tensor_parallel.size above 1 ({tensor_parallel.size})",
+        )

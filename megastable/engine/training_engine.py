@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from megastable.core.layout import ParallelLayout
 from megastable.core.records import StepResult
 from megastable.data import MicroBatch
 from megastable.engine import tensor_gradients, upstream_fixes
+from megastable.engine.compiled_blocks import compile_blocks, uncompiled
 from megastable.engine.consistency import ConsistencyCheck
 from megastable.engine.deepspeed_config import deepspeed_config
 from megastable.engine.flat_partitions import flat_partitions
@@ -61,6 +63,8 @@ class TrainingEngine:
         if layout.tensor_parallel_size > 1:
             partial = partial_parameters(module, run.megastable.tensor_parallel.sequence_parallel)
             tensor_gradients.sum_partial_gradients(engine, partial)
+        if run.megastable.model.compile:
+            compile_blocks(module, run)
         self.deepspeed = engine
         self.configured_optimizer = upstream_fixes.ConfiguredOptimizer(optimizer)
         self.rampup_hook = BatchRampupHook(engine, ramp)
@@ -68,7 +72,7 @@ class TrainingEngine:
         self.writers, engine.monitor = engine.monitor, SilentMonitor()
         self.stage: int = engine.grid.get_stage_id()
         self.replica: int = engine.grid.get_data_parallel_id()
-        self._scaled = run.fp16.enabled
+        self._scaled, self._compiled = run.fp16.enabled, run.megastable.model.compile
         self._watch = LayerWatch(engine, optimizer, partitions, module, run)
         self._consistency = ConsistencyCheck(engine, partitions, layout)
         self._run = run
@@ -97,7 +101,8 @@ class TrainingEngine:
             self._watch.begin()
         get_accelerator().synchronize()
         started = time.perf_counter()
-        loss = engine.train_batch(micro_batches)
+        with uncompiled() if watch and self._compiled else contextlib.nullcontext():
+            loss = engine.train_batch(micro_batches)
         get_accelerator().synchronize()
         step_seconds = time.perf_counter() - started
         engine.timers(TRAIN_BATCH_TIMER).reset()  # it keeps every step's record otherwise

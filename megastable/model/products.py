@@ -6,8 +6,6 @@ there up to sixty times slower by itself than by widening both sides first (benc
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,17 +13,18 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-SUPPORTED_ON_CPU: dict[torch.dtype, Callable[[], bool]] = {
-    torch.bfloat16: lambda: torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-    torch.float16: lambda: torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+_HAS_ONEDNN = torch.backends.mkldnn.is_available()
+SUPPORTED_ON_CPU: dict[torch.dtype, bool] = {
+    torch.bfloat16: _HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    torch.float16: _HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
 }
-"""16-bit format -> whether oneDNN, which multiplies torch's matrices on a CPU, takes it on this one."""
+"""16-bit format -> whether oneDNN, which multiplies torch's matrices on a CPU, takes it on this one. A plain table, which
+torch.compile can read."""
 
 
-@functools.cache
 def is_emulated(device_type: str, dtype: torch.dtype) -> bool:
     """Whether a product in the format would run far slower than in fp32."""
-    return device_type == "cpu" and dtype in SUPPORTED_ON_CPU and not SUPPORTED_ON_CPU[dtype]()
+    return device_type == "cpu" and not SUPPORTED_ON_CPU.get(dtype, True)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -49,6 +48,8 @@ def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
 
 def differentiable_linear(x: Tensor, weight: Tensor) -> Tensor:
     """(..., in) to (..., out). What it keeps for the backward pass stays in its own format."""
+    if torch.compiler.is_compiling():  # it makes a backward pass of its own, and keeps what is cheapest to keep
+        return linear(x, weight)
     result: Tensor = _Linear.apply(x, weight)
     return result
 

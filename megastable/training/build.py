@@ -10,6 +10,7 @@ from megastable.core.launch import Launch
 from megastable.core.records import TrainingState
 from megastable.data import Corpus, prepare_corpus
 from megastable.engine.checkpoint import load_checkpoint, save_checkpoint
+from megastable.engine.compiled_blocks import check_compiler
 from megastable.engine.failure import reporting_failures
 from megastable.engine.process_group import check_equal_on_all_ranks, connected
 from megastable.engine.training_engine import TrainingEngine
@@ -30,11 +31,13 @@ def train(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | N
         checkpoint: a complete checkpoint that has been checked against the run, or None for fresh weights.
 
     Raises:
-        UserError: the data cannot be read, does not fit the model or is not the checkpoint's; fp16 is not to be had;
-            the ranks do not agree on the data or the batches. Nothing is written into the run folder then.
+        UserError: the data cannot be read, does not fit the model or is not the checkpoint's; fp16 or a C++ compiler
+            is not to be had; the ranks do not agree on the data or the batches. Nothing is written into the run folder
+            then.
     """
     settings = plan.run.megastable
     check_fp16_support(plan.run)
+    check_compiler(plan.run)
     corpus = prepare_corpus(settings.data, settings.model, show_progress=launch.rank == 0)
     if checkpoint is not None:
         check_same_corpus(read_manifest(checkpoint), corpus)

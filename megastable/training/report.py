@@ -42,6 +42,7 @@ def introduction(
         *([describe_choice(plan)] if plan.run.megastable.batch_rampup.chooses_micro_batch_sizes else []),
         *([f"the warmup of {warmup:,} samples does not end within this run"] if short_run else []),
         *(["fp16 on a CPU as megastable.training.fp16_on_cpu allows: its arithmetic is slow"] if slow_fp16 else []),
+        *(["compiles every block (megastable.model.compile): the first steps are slow"] if model.compile else []),
         f"references: ln(vocabulary) = {math.log(model.vocab_size):.4f} is the loss of a model that knows nothing, "
         f"{corpus.unigram_entropy_nats:.4f} of one that knows how frequent each token is",
         *([f"continues {checkpoint} at step {state.step}"] if checkpoint else fresh_weights(plan, weights)),

@@ -29,6 +29,8 @@ FIXED_KEYS = (
     "bf16.enabled",
     "data_types",
 )
+# Inside a fixed section, but about how the same numbers are computed.
+FREE_KEYS = ("megastable.model.compile",)
 PARTITION = "megastable.pipeline.partition"
 
 
@@ -130,12 +132,17 @@ def check_continues(manifest: Manifest, run: RunConfig, world_size: int, warn: C
         )
     faults += _other_cut(manifest.run, run)
     for key, old, new in differences(manifest.run, run_as_dict(run)):
-        if any(f"{key}.".startswith(f"{fixed}.") or fixed.startswith(f"{key}.") for fixed in FIXED_KEYS):
+        if key not in FREE_KEYS and _is_fixed(key):
             faults.append(f"  {key}: {old!r} in the checkpoint, {new!r} now")
         else:
             warn(f"changed since the checkpoint: {key} was {old!r}, is {new!r}")
     if faults:
         raise UserError("This run cannot continue the checkpoint:\n" + "\n".join(faults))
+
+
+def _is_fixed(key: str) -> bool:
+    """True for a fixed key, what lies in it, and a section around it that is missing as a whole."""
+    return any(f"{key}.".startswith(f"{fixed}.") or fixed.startswith(f"{key}.") for fixed in FIXED_KEYS)
 
 
 def _other_cut(old: dict[str, Any], run: RunConfig) -> Iterator[str]:

@@ -214,6 +214,7 @@ MISTAKES: dict[str, tuple[list[str], dict[str, str], str]] = {
     "batch does not divide": (["--set", "train_micro_batch_size_per_gpu=3"], {}, "nearest legal sizes are 3 or 6"),
     "missing package": (["--set", "comet.enabled=true"], {}, "pip install comet_ml"),
     "fp16 without a device for it": (["--set", "fp16.enabled=true"], {"DS_ACCELERATOR": "cpu"}, "fp16_on_cpu"),
+    "nothing to compile with": (["--set", "megastable.model.compile=true"], {"CXX": "no-such-compiler"}, "install g++"),
     "no data": (["--set", "megastable.data.source.path=no/such/text"], {}, "no/such/text"),
     "nothing to resume": (["--resume"], {}, "no complete checkpoint"),
     "nothing to load": (["--load", "no/such/folder"], {}, "no/such/folder"),

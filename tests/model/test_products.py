@@ -59,5 +59,5 @@ def test_only_what_is_16_bits_wide_is_kept_for_the_backward_pass(emulated: bool,
 def test_emulation_is_told_by_device_and_format() -> None:
     assert not products.is_emulated("cpu", torch.float32)
     for dtype, supported in products.SUPPORTED_ON_CPU.items():
-        assert products.is_emulated("cpu", dtype) == (not supported())
+        assert products.is_emulated("cpu", dtype) == (not supported)
         assert not products.is_emulated("cuda", dtype)

@@ -130,6 +130,12 @@ CASES = (
         ),
     ),
     Case(
+        "compiled_blocks_are_whole",
+        (f"{M}.model.compile=true", f"{M}.tensor_parallel.size=2"),
+        f"{M}.model.compile",
+        (f"{M}.model.compile=false", f"{M}.tensor_parallel.size=2"),
+    ),
+    Case(
         "sequence_parallel_needs_tensor_ranks",
         (f"{M}.tensor_parallel.sequence_parallel=true",),
         f"{M}.tensor_parallel.sequence_parallel",

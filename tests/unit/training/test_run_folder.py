@@ -259,6 +259,7 @@ FREE_CHANGES: dict[str, dict[str, Any]] = {
     "megastable.checkpoint.save_interval": {"megastable__checkpoint__save_interval": 77},
     "megastable.logging.interval": {"megastable__logging__interval": 77},
     "megastable.pipeline.activation_checkpointing": {"megastable__pipeline__activation_checkpointing": True},
+    "megastable.model.compile": {"megastable__model__compile": True},
     "megastable.training.loss_chunk_tokens": {"megastable__training__loss_chunk_tokens": 64},
     "fp16.initial_scale_power": {"fp16__initial_scale_power": 5},
 }

@@ -22,6 +22,7 @@ from megastable.cli.sweep_plot import check_can_plot, plot_sweep
 from megastable.cli.sweep_table import comparison, show_sweep
 from megastable.config import load_run_file
 from megastable.core.batch_rampup import Batch
+from megastable.core.devices import GPU_RESERVED_GIB
 from megastable.core.errors import UserError
 from megastable.core.launch import Launch
 from megastable.core.throughput import DEFAULT_SHARE, parse_sizes, steps_of_each, sweep_batches, takes_part
@@ -167,7 +168,7 @@ def described(plan: RunPlan, report: SweepReport, launch: Launch) -> Calibration
     if on_cpu:
         device, memory_gib = cpu_name(), memory_gib_per_process(launch.local_world_size)
     else:
-        device, memory_gib = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1] / GIB
+        device, memory_gib = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1] / GIB - GPU_RESERVED_GIB
     assert report.cost is not None
     file = calibration_file(plan, report.cost, method="sweep", device=device, on_cpu=on_cpu, memory_gib=memory_gib)
     return file.model_copy(update={"sweep": as_section(report)})

@@ -91,9 +91,8 @@ class ZeroConfig(Section):
     reduce_bucket_size: int | None = Field(
         default=None,
         ge=1,
-        description="Gradient elements reduced at once; null leaves the choice to megastable. With several replicas, "
-        "and no flat fp32 sums (bf16 with fp32 sums), DeepSpeed allocates two buffers of this size; one replica reduces "
-        "nothing.",
+        description="Gradient elements reduced at once; null leaves the choice to megastable. DeepSpeed "
+        "allocates two buffers of this size, but none for bf16 with fp32 sums; one replica reduces nothing.",
     )
     allgather_bucket_size: int | None = Field(
         default=None,

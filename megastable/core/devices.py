@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from megastable.core.errors import UserError
 
+GPU_RESERVED_GIB = 2.0
+"""What driver, libraries and communication take of a GPU: a round figure, not measured."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -45,7 +48,7 @@ DEVICES: dict[str, Device] = {
             name="A100",
             peak_tflops={"bf16": 312.0, "fp16": 312.0, "fp32": 19.5},
             memory_gib=79.1,
-            reserved_gib=2.0,
+            reserved_gib=GPU_RESERVED_GIB,
             memory_gb_per_second=2039.0,
             node_gb_per_second=300.0,
             network_gb_per_second=25.0,
@@ -56,7 +59,7 @@ DEVICES: dict[str, Device] = {
             name="H100",
             peak_tflops={"bf16": 989.4, "fp16": 989.4, "fp32": 66.9},
             memory_gib=79.1,
-            reserved_gib=2.0,
+            reserved_gib=GPU_RESERVED_GIB,
             memory_gb_per_second=3352.0,
             node_gb_per_second=450.0,
             network_gb_per_second=50.0,
@@ -66,7 +69,7 @@ DEVICES: dict[str, Device] = {
             name="H200",
             peak_tflops={"bf16": 989.4, "fp16": 989.4, "fp32": 66.9},
             memory_gib=139.8,
-            reserved_gib=2.0,
+            reserved_gib=GPU_RESERVED_GIB,
             memory_gb_per_second=4800.0,
             node_gb_per_second=450.0,
             network_gb_per_second=50.0,

@@ -18,8 +18,8 @@ SUPPORTED_ON_CPU: dict[torch.dtype, bool] = {
     torch.bfloat16: _HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported(),
     torch.float16: _HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
 }
-"""16-bit format -> whether oneDNN, which multiplies torch's matrices on a CPU, takes it on this one. A plain table, which
-torch.compile can read."""
+"""16-bit format -> whether oneDNN, which multiplies torch's matrices on a CPU, takes it on this one. A plain table,
+which torch.compile can read."""
 
 
 def is_emulated(device_type: str, dtype: torch.dtype) -> bool:

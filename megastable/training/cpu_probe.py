@@ -33,7 +33,16 @@ from megastable.model.tensor_parallel import OneProcess
 from megastable.training.host import cpu_name, memory_gib_per_process, threads_per_process
 from megastable.training.plan_report.calibrated import calibration_file
 from megastable.training.plan_report.calibration_file import CalibrationFile
-from megastable.training.plan_report.probed import BLOCK, FIRST, LAST, Probe, cost_of, mean_probe, probed_sizes
+from megastable.training.plan_report.probed import (
+    BLOCK,
+    FIRST,
+    LAST,
+    Probe,
+    cost_of,
+    mean_probe,
+    planned_sizes,
+    probed_sizes,
+)
 from megastable.training.run_plan import RunPlan
 
 PROBE_SECONDS = 10.0
@@ -48,7 +57,7 @@ def probe(plan: RunPlan, seconds: float = PROBE_SECONDS) -> CalibrationFile:
     """Measure this machine for a planned run."""
     threads = threads_per_process(plan.layout.world_size)
     together = min(plan.layout.world_size, os.cpu_count() or 1)
-    sizes = probed_sizes({phase.batch.micro_batch_size for phase in plan.phases})
+    sizes = probed_sizes(planned_sizes(plan))
     context = multiprocessing.get_context("spawn")
     start = context.Barrier(together)
     with ProcessPoolExecutor(together, context, initializer=_wait_with, initargs=(start,)) as pool:

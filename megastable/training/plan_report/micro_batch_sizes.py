@@ -53,12 +53,24 @@ def with_recorded_micro_batches(run: RunConfig, recorded: dict[str, Any]) -> Run
     """The run with the sizes that were chosen for the ``recorded`` run file which it continues, if they were.
 
     Sizes in its own file stand.
+
+    Raises:
+        UserError: they do not divide a batch of the run's ramp, which is then another than the recorded one.
     """
     ramp = run.megastable.batch_rampup
     sizes = recorded.get("megastable", {}).get("batch_rampup", {}).get("chosen_micro_batch_sizes", ())
     if not ramp.chooses_micro_batch_sizes or ramp.chosen_micro_batch_sizes or not sizes:
         return run
-    return _with_sizes(run, tuple((start, size) for start, size in sizes))
+    chosen = _with_sizes(run, tuple((start, size) for start, size in sizes))
+    for size in global_batch_sizes(ramp.schedule()):
+        micro_batch_size = chosen.megastable.batch_rampup.ramp(1, 1).micro_batch_size_for(size)
+        if size % micro_batch_size:
+            raise UserError(
+                f"megastable.batch_rampup: the checkpoint's chosen_micro_batch_sizes give global batch {size} "
+                f"micro-batches of {micro_batch_size}, which do not divide it: the ramp is another than the "
+                'checkpoint\'s. Keep that one, or replace "micro_batch_size": "auto" by micro_batch_size_steps'
+            )
+    return chosen
 
 
 def describe_choice(plan: RunPlan) -> str:

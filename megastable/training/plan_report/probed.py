@@ -13,6 +13,7 @@ from megastable.training.plan_report.formats import communication_bytes, number_
 from megastable.training.run_plan import RunPlan, recomputation
 
 FIRST, BLOCK, LAST = "first", "block", "last"
+SIZES_TO_CHOOSE_FROM = (1, 2, 4, 8)
 COPIES_OF_A_MESSAGE = 2
 """Into the socket and out of it."""
 
@@ -32,8 +33,15 @@ class Probe:
     copy_seconds: float
 
 
+def planned_sizes(plan: RunPlan) -> set[int]:
+    """The micro-batch sizes of the plan, or a spread where they are still to be chosen."""
+    if plan.run.megastable.batch_rampup.chooses_micro_batch_sizes:
+        return set(SIZES_TO_CHOOSE_FROM)
+    return {phase.batch.micro_batch_size for phase in plan.phases}
+
+
 def probed_sizes(planned: set[int]) -> list[int]:
-    """The micro-batch sizes of the plan; a single one gets a neighbour, so that there is a line to draw."""
+    """All planned sizes; a single one gets a neighbour, so that there is a line to draw."""
     if len(planned) > 1:
         return sorted(planned)
     (size,) = planned

@@ -19,6 +19,7 @@ from megastable.core.errors import UserError
 from megastable.training.entry import RunRequest, run_command
 from megastable.training.plan_report import Machine, load_plan, search_layouts, with_chosen_micro_batches
 from megastable.training.plan_report.memory import stage_memory
+from megastable.training.plan_report.micro_batch_sizes import with_recorded_micro_batches
 from megastable.training.preflight import preflight
 from megastable.training.run_folder import RunFolder, run_as_dict
 from megastable.training.run_plan import RunPlan
@@ -235,3 +236,11 @@ def test_the_search_tries_its_own_sizes(tmp_path: Path) -> None:
     auto = auto_run(calibrated(tmp_path, COSTLY))
     assert search_layouts(auto, 4, machine) == expected
     assert search_layouts(with_chosen_micro_batches(auto, 2), 4, machine) == expected
+
+
+def test_recorded_sizes_of_another_ramp_are_refused_by_their_name() -> None:
+    auto = {"micro_batch_size": "auto", "calibration": "gone.json"}
+    run = run_from_dict(run_dict(**{f"megastable__batch_rampup__{key}": value for key, value in auto.items()}))
+    recorded = {"megastable": {"batch_rampup": {"chosen_micro_batch_sizes": [[4, 8]]}}}
+    with pytest.raises(UserError, match="chosen_micro_batch_sizes give global batch 4 micro-batches of 8"):
+        with_recorded_micro_batches(run, recorded)

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from megastable.core.pipeline_cost import MicroBatchTime, PipelineCost, StageTime
-from megastable.training.plan_report.probed import BLOCK, FIRST, LAST, Probe, cost_of, mean_probe, probed_sizes
+from megastable.training.plan_report.probed import (
+    BLOCK,
+    FIRST,
+    LAST,
+    Probe,
+    cost_of,
+    mean_probe,
+    planned_sizes,
+    probed_sizes,
+)
 from tests.unit.training.plan_examples import plan_of
 
 
@@ -77,3 +86,10 @@ def test_the_mean_of_several_processes() -> None:
 )
 def test_there_is_always_a_line_to_draw(planned: set[int], probed: list[int]) -> None:
     assert probed_sizes(planned) == probed
+
+
+def test_sizes_that_are_to_be_chosen_are_measured_over_a_spread() -> None:
+    auto = {"micro_batch_size": "auto", "calibration": "to_come.json"}
+    plan = plan_of(**{f"megastable__batch_rampup__{key}": value for key, value in auto.items()})
+    assert len(planned_sizes(plan)) > 2
+    assert planned_sizes(plan_of(train_micro_batch_size_per_gpu=2)) == {2}

@@ -1,7 +1,7 @@
 """Matrix products of linear layers, in fp32 between casts where a CPU would only emulate 16-bit ones.
 
 A product in 16 bits sums in fp32 and rounds its result, on a GPU and here alike. A CPU without 16-bit arithmetic gets
-there up to sixty times slower by itself than by widening both sides first (benchmarks/LOG.md).
+there up to forty times slower by itself than by widening both sides first (benchmarks/LOG.md).
 """
 
 from __future__ import annotations

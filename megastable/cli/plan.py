@@ -13,7 +13,7 @@ from megastable.training.plan_report import Forecast
 
 UNKNOWN = "unknown"
 GIB = 2**30
-LEAST_WIDTH = 120
+LEAST_WIDTH = 140
 RAMP_COLUMNS = ("step", "sample", "steps", "batch", "micro-batches", "bubble", "idle", "a step", "TFLOPs", "time")
 SHOWN_PHASES = 12
 """A longer ramp is shown by its first and last phases, and some between."""

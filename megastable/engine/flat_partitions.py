@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -35,12 +36,12 @@ class FlatPartition:
             return False
         return is_split(parameter) or self.tensor_rank == 0
 
-    @property
+    @cached_property
     def counted(self) -> list[Span]:
         """Where parameters lie that count here, neighbours joined."""
         return list(_joined(_span(p) for p in self._held if self.counts_here(p)))
 
-    @property
+    @cached_property
     def copies(self) -> list[Span]:
         """Where parameters lie that count on another rank, neighbours joined."""
         return list(_joined(_span(p) for p in self._held if not self.counts_here(p)))

@@ -16,11 +16,11 @@ from pathlib import Path
 from synthetic import random_micro_batches, small_run
 
 from megastable.config import RunConfig, run_from_dict
+from megastable.config.run_config import run_as_dict
 from megastable.core.launch import Launch
 from megastable.engine.process_group import connected
 from megastable.engine.training_engine import TrainingEngine
-from megastable.training.run_folder import run_as_dict
-from megastable.training.run_plan import RunPlan
+from megastable.planning.run_plan import RunPlan
 
 FORMATS = ("fp32", "bf16")
 

@@ -39,7 +39,7 @@ from megastable.core.records import TrainingState
 from megastable.data import Corpus, SampleOrder, prepare_corpus, training_micro_batches
 from megastable.engine.process_group import connected
 from megastable.engine.training_engine import TrainingEngine
-from megastable.training.run_plan import RunPlan
+from megastable.planning.run_plan import RunPlan
 
 RATIO_OF_104B = 0.02 / megatron_530b(MatrixSize.square(11600), None)
 STDS: dict[str, Callable[[int], float]] = {

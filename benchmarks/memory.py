@@ -24,8 +24,8 @@ from megastable.config import run_from_dict
 from megastable.core.launch import Launch
 from megastable.engine.process_group import connected
 from megastable.engine.training_engine import TrainingEngine
-from megastable.training.plan_report.memory import stage_memory
-from megastable.training.run_plan import RunPlan
+from megastable.planning.memory import stage_memory
+from megastable.planning.run_plan import RunPlan
 
 BF16 = {"bf16": {"enabled": True}}
 FP32_SUMS = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}

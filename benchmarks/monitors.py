@@ -18,7 +18,7 @@ from synthetic import random_micro_batches, small_run
 from megastable.core.launch import Launch
 from megastable.engine.process_group import connected
 from megastable.engine.training_engine import TrainingEngine
-from megastable.training.run_plan import RunPlan
+from megastable.planning.run_plan import RunPlan
 
 DEFAULT_INTERVAL, DEFAULT_CONSISTENCY_INTERVAL = 10, 100
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megastable.config import RunConfig, run_from_dict
 from megastable.core.batch_rampup import Batch
-from megastable.training.run_plan import RunPlan
+from megastable.planning.run_plan import RunPlan
 
 
 def small_run(arguments: argparse.Namespace, batch: int, **sections: Any) -> RunConfig:

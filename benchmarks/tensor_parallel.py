@@ -24,7 +24,7 @@ from megastable.engine.process_group import connected
 from megastable.engine.tensor_group import ProcessTensorGroup
 from megastable.engine.training_engine import TrainingEngine
 from megastable.model.tensor_parallel import Work
-from megastable.training.run_plan import RunPlan
+from megastable.planning.run_plan import RunPlan
 
 LAYOUTS = {
     "data 2": {"size": 1},

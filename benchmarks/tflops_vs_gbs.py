@@ -4,7 +4,7 @@
       --global-batch-sizes 2,4,8,16,32,64 --json sweep.json --plot sweep
 
 Printed are, for every size, the median, least and most seconds of a step, its speed, bubble, and share of the limit
-m/(m+p-1) (megastable/core/throughput.py says what of), the step predicted from half of the sizes, and the size from
+m/(m+p-1) (megastable/planning/throughput.py says what of), the step predicted from half of the sizes, and the size from
 which a ramp is worth starting. The first round is dropped, and the large sizes sit out some of the others. The tokens
 are random. --json writes what `megastable plan --calibration` reads. --dry-run prints what can be said without
 measuring, in one process.
@@ -18,22 +18,20 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megastable.cli.sweep_plot import check_can_plot, plot_sweep
-from megastable.cli.sweep_table import comparison, show_sweep
+from megastable.cli.sweep import check_can_plot, comparison, plot_sweep, show_sweep
 from megastable.config import load_run_file
 from megastable.core.batch_rampup import Batch
 from megastable.core.devices import GPU_RESERVED_GIB
 from megastable.core.errors import UserError
 from megastable.core.launch import Launch
-from megastable.core.throughput import DEFAULT_SHARE, parse_sizes, steps_of_each, sweep_batches, takes_part
+from megastable.planning.calibration import CalibrationFile, calibration_file, check_new, load_calibration
+from megastable.planning.forecast import Basis
+from megastable.planning.micro_batches import fewest_devices
+from megastable.planning.run_plan import RunPlan
+from megastable.planning.sweep import SweepReport, as_section, measured_sweep, planned_sweep, work_of
+from megastable.planning.throughput import DEFAULT_SHARE, parse_sizes, steps_of_each, sweep_batches, takes_part
 from megastable.training.entry import refuse
-from megastable.training.host import cpu_name, memory_gib_per_process
-from megastable.training.plan_report.basis import Basis
-from megastable.training.plan_report.calibrated import calibration_file, load_calibration
-from megastable.training.plan_report.calibration_file import CalibrationFile, check_new
-from megastable.training.plan_report.request import fewest_devices
-from megastable.training.plan_report.sweep import SweepReport, as_section, measured_sweep, planned_sweep, work_of
-from megastable.training.run_plan import RunPlan
+from megastable.training.host import cpu_name, memory_gib_per_process, probe_this_cpu
 
 GIB = 2**30
 
@@ -52,7 +50,7 @@ def main() -> int:
         )
         check_outputs(arguments)
         if arguments.dry_run:
-            cost = Basis.of(plan, arguments.device, calibration=arguments.calibration).cost(plan)
+            cost = Basis.of(plan, arguments.device, calibration=arguments.calibration, probe=probe_this_cpu).cost(plan)
             report = planned_sweep(plan, batches, arguments.share, cost)
             if launch.rank == 0:
                 show_sweep(report, f"{arguments.deepspeed_config}, nothing measured")

@@ -10,7 +10,7 @@ from gpt import NUM_STAGES, GlobalBatch, Settings
 from megastable.engine.pipeline_module import GptPipeline
 from megastable.engine.rampup_hook import BatchRampupHook
 from megastable.engine.training_engine import TrainingEngine
-from megastable.training.run_plan import RunPlan
+from megastable.planning.run_plan import RunPlan
 
 
 def own_bounds(settings: Settings) -> list[int]:

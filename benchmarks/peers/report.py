@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from megastable.core.pipeline_calibration import MeasuredStep, calibrate
+from megastable.planning.measured_cost import MeasuredStep, calibrate
 
 OWN, STOCK, LIMIT = "megastable", "DeepSpeed", "one process"
 ONE_F_ONE_B_PEERS = (STOCK, "DeepSpeed fused", "torch 1F1B")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
 
 from megastable.core.partition import stage_bounds
-from megastable.training.run_plan import RunPlan
+from megastable.planning.run_plan import RunPlan
 
 TorchLoss = Callable[[Tensor, Tensor], Tensor]
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.text import Text
 
-from megastable.training.preflight import LEVELS, Finding
+from megastable.planning.preflight.review import LEVELS, Finding
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 

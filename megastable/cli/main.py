@@ -17,9 +17,11 @@ from megastable.cli.plot import plot_run
 from megastable.cli.watch import watch_run
 from megastable.config import json_schema
 from megastable.core.errors import UserError
-from megastable.training.plan_report import DEFAULT_EFFICIENCY, Basis, Machine, forecast, load_plan, load_run
-from megastable.training.preflight import preflight
-from megastable.training.preflight.gpus import installed_gpus
+from megastable.planning.forecast import Basis, forecast
+from megastable.planning.machine import DEFAULT_EFFICIENCY, Machine
+from megastable.planning.micro_batches import load_plan, load_run
+from megastable.planning.preflight.preflight import preflight
+from megastable.training.host import installed_gpus, look_at_text, probe_this_cpu
 
 app = typer.Typer(
     help="Tools around pre-training a GPT. Training itself: deepspeed launch/train.py --deepspeed_config FILE.",
@@ -77,7 +79,7 @@ def check(
 
     Exit code 1 with errors, 0 without, 2 where the file cannot be read.
     """
-    findings = preflight(config, world_size, installed_gpus())
+    findings = preflight(config, world_size, installed_gpus(), look_at_text)
     if as_json:
         print(check_output.as_json(findings))
     else:
@@ -162,7 +164,9 @@ def plan(
         return
     # What is measured now may be the file by which the micro-batch sizes are to be chosen.
     run_plan, assumed = load_plan(config, devices, choose=save_calibration is None)
-    basis = Basis.of(run_plan, device, peak_tflops, memory_gib, efficiency, calibration, save_calibration)
+    basis = Basis.of(
+        run_plan, device, peak_tflops, memory_gib, efficiency, calibration, save_calibration, probe=probe_this_cpu
+    )
     if save_calibration is not None:
         run_plan, assumed = load_plan(config, devices)
     result = forecast(run_plan, basis.machine, basis.calibration)

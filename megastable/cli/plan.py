@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megastable.cli.cells import duration, percent, significant, whole
-from megastable.training.plan_report import Forecast
+from megastable.planning.forecast import Forecast
 
 UNKNOWN = "unknown"
 GIB = 2**30

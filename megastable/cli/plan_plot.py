@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megastable.cli.plot import empty_figure, make_plain, save_figure
-from megastable.training.plan_report import Forecast
+from megastable.planning.forecast import Forecast
 
 SECONDS_PER_HOUR = 3_600
 HOURS_PER_DAY = 24

@@ -1,6 +1,5 @@
 """The schema of a run file, and loading it with every fault listed at once."""
 
-from megastable.config.amount import Amount
 from megastable.config.batch_rampup import BatchRampupConfig
 from megastable.config.data import (
     BpeTokenizerConfig,
@@ -21,21 +20,14 @@ from megastable.config.deepspeed_keys import (
     OptimizerConfig,
     ZeroConfig,
 )
-from megastable.config.faults import ConfigError, Fault, UnreadableRunFileError
 from megastable.config.lr_schedule import LrScheduleConfig
 from megastable.config.model import ModelConfig
+from megastable.config.parallelism import PipelineConfig, TensorParallelConfig
+from megastable.config.reading.faults import ConfigError, Fault, UnreadableRunFileError
+from megastable.config.reading.run_file import json_schema, load_run_file, run_from_dict
 from megastable.config.run_config import MegastableConfig, RunConfig
-from megastable.config.run_file import load_run_file, run_from_dict
-from megastable.config.schema import json_schema
-from megastable.config.sections import (
-    CheckpointConfig,
-    InitConfig,
-    LoggingConfig,
-    MonitorsConfig,
-    PipelineConfig,
-    TensorParallelConfig,
-    TrainingConfig,
-)
+from megastable.config.section import Amount
+from megastable.config.training import CheckpointConfig, InitConfig, LoggingConfig, MonitorsConfig, TrainingConfig
 
 __all__ = [
     "AdamParams",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megastable.config.reading.faults import Fault
 from megastable.config.section import Section
 from megastable.core.batch_rampup import BatchRampup, GlobalBatchSchedule, LinearRamp, StepRamp
 from megastable.core.devices import DEVICES
@@ -93,3 +96,90 @@ class BatchRampupConfig(Section):
         """The ramp on a layout, with its micro-batch sizes; ``micro_batch_size`` where "auto" has not chosen yet."""
         steps = tuple((size, micro) for size, micro in self.chosen_micro_batch_sizes or self.micro_batch_size_steps)
         return BatchRampup(self.schedule(), micro_batch_size, data_parallel_size, steps)
+
+
+RAMP_FORMS = (
+    'give "final" alone (a constant batch), or "start", "increment", "final" and exactly one of "ramp_samples" '
+    '(the whole ramp) and "samples_per_increment", or "steps" alone'
+)
+
+
+def ramp_has_one_form(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
+    """The three forms are not mixed, and none is half given."""
+    given = batch_rampup.model_dump(exclude_none=True, include=SIZE_KEYS)
+    length = given.keys() & {"ramp_samples", "samples_per_increment"}
+    linear = given.keys() - length == {"start", "increment", "final"} and len(length) == 1
+    if not linear and given.keys() not in ({"final"}, {"steps"}):
+        yield Fault("megastable.batch_rampup", given, RAMP_FORMS)
+
+
+def ramp_reaches_final(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
+    """A whole number of increments, one at least, leads from start to final."""
+    start, increment, final = batch_rampup.start, batch_rampup.increment, batch_rampup.final
+    if start is None or increment is None or final is None:
+        return
+    if start >= final:
+        yield Fault(
+            "megastable.batch_rampup.start",
+            start,
+            f"must be below final ({final}); for a constant batch give final alone",
+        )
+    elif (final - start) % increment:
+        lower = start + (final - start) // increment * increment
+        neighbours = f"{lower} or {lower + increment}" if lower > start else f"{lower + increment}"
+        yield Fault(
+            "megastable.batch_rampup.final",
+            final,
+            f"must be start ({start}) plus a multiple of increment ({increment}), such as {neighbours}",
+        )
+
+
+def ramp_steps_rise(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
+    """A list of steps begins at sample 0, goes on in order, and the batch never falls."""
+    steps = batch_rampup.steps or ()
+    if batch_rampup.steps == ():
+        yield Fault("megastable.batch_rampup.steps", [], "must list at least one [from_sample, global_batch_size]")
+    if steps and steps[0][0] != 0:
+        yield Fault("megastable.batch_rampup.steps[0]", steps[0], "the first from_sample must be 0")
+    for index, (before, step) in enumerate(pairwise(steps), start=1):
+        path = f"megastable.batch_rampup.steps[{index}]"
+        if step[0] <= before[0]:
+            yield Fault(path, step, f"from_sample must be above the one before ({before[0]})")
+        if step[1] < before[1]:
+            yield Fault(path, step, f"global_batch_size must not be below the one before ({before[1]})")
+
+
+def micro_batch_steps_rise(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
+    """The global batch sizes from which a micro-batch size holds are listed in order."""
+    for key in ("micro_batch_size_steps", "chosen_micro_batch_sizes"):
+        for index, (before, step) in enumerate(pairwise(getattr(batch_rampup, key)), start=1):
+            if step[0] <= before[0]:
+                yield Fault(
+                    f"megastable.batch_rampup.{key}[{index}]",
+                    step,
+                    f"from_global_batch_size must be above the one before ({before[0]})",
+                )
+
+
+def auto_goes_by_a_calibration(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
+    """Whoever has micro-batch sizes chosen says by what, and nobody else does."""
+    given = batch_rampup.model_dump(include={"calibration", "chosen_micro_batch_sizes"})
+    if batch_rampup.chooses_micro_batch_sizes:
+        if batch_rampup.calibration is None:
+            message = f'micro_batch_size "auto" needs {HOW_TO_CALIBRATE}, or the name of one of {", ".join(DEVICES)}'
+            yield Fault("megastable.batch_rampup.calibration", None, message)
+        return
+    for key, value in given.items():
+        if value:
+            message = 'is only read with micro_batch_size "auto"; remove it, or set that'
+            yield Fault(f"megastable.batch_rampup.{key}", value, message)
+
+
+def auto_chooses_every_size(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
+    """Sizes that are given and sizes that are chosen exclude each other."""
+    if batch_rampup.chooses_micro_batch_sizes and batch_rampup.micro_batch_size_steps:
+        yield Fault(
+            "megastable.batch_rampup.micro_batch_size_steps",
+            batch_rampup.micro_batch_size_steps,
+            'micro_batch_size "auto" chooses every size; remove one of them',
+        )

@@ -5,10 +5,12 @@ Only keys that the pipeline engine honours are here; ``refused_keys.py`` says wh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megastable.config.reading.faults import Fault
 from megastable.config.section import Section
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -142,3 +144,43 @@ class CsvMonitorConfig(Section):
     enabled: bool = Field(default=False, description="Write one CSV file for each logged quantity.")
     output_path: str = Field(default="", description="Folder of the CSV files; empty is DeepSpeed's default.")
     job_name: str = Field(default="DeepSpeedJobName", description="Subfolder of output_path for this run.")
+
+
+ACCUMULATION_DTYPES = {"fp32": ("fp32",), "bf16": ("bf16", "fp32"), "fp16": ("fp16", "fp32")}
+"""Format of the weights -> formats in which their gradients may be accumulated."""
+
+
+def one_number_format(fp16: Fp16Config, bf16: Bf16Config) -> Iterator[Fault]:
+    """The whole model has one format."""
+    if fp16.enabled and bf16.enabled:
+        yield Fault("bf16.enabled", True, "fp16.enabled is true as well; enable one of them, or neither for float32")
+
+
+def accumulation_fits_the_format(fp16: Fp16Config, bf16: Bf16Config, data_types: DataTypesConfig) -> Iterator[Fault]:
+    """Gradients are accumulated in the format of the weights or in float32."""
+    if fp16.enabled and bf16.enabled:
+        return
+    weights = "fp16" if fp16.enabled else "bf16" if bf16.enabled else "fp32"
+    legal = ACCUMULATION_DTYPES[weights]
+    if data_types.grad_accum_dtype not in (None, *legal):
+        yield Fault(
+            "data_types.grad_accum_dtype",
+            data_types.grad_accum_dtype,
+            f"must be {' or '.join(legal)} in a run with {weights} weights",
+        )
+
+
+def loss_scale_starts_above_minimum(fp16: Fp16Config) -> Iterator[Fault]:
+    """A dynamic loss scale that starts below its own floor would jump up at the first overflow."""
+    if fp16.enabled and fp16.loss_scale == 0 and 2**fp16.initial_scale_power < fp16.min_loss_scale:
+        yield Fault(
+            "fp16.initial_scale_power",
+            fp16.initial_scale_power,
+            f"2 to this power must be at least min_loss_scale ({fp16.min_loss_scale})",
+        )
+
+
+def adamw_decouples_weight_decay(optimizer: OptimizerConfig) -> Iterator[Fault]:
+    """DeepSpeed ignores adam_w_mode for AdamW; a false there asks for another optimizer than the name says."""
+    if optimizer.type == "AdamW" and not optimizer.params.adam_w_mode:
+        yield Fault("optimizer.params.adam_w_mode", False, 'has no effect on AdamW; for L2 decay write "type": "Adam"')

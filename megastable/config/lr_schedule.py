@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import fields
 from fractions import Fraction
 from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from megastable.config.amount import Amount, AmountField
-from megastable.config.registered_name import must_be_registered
-from megastable.config.section import Section
+from megastable.config.reading.faults import Fault
+from megastable.config.section import Amount, AmountField, Section, must_be_registered
 from megastable.core.lr_schedule import BATCH_SCALING_EXPONENTS, LR_SCHEDULES
 
 DEFAULT_STABLE_SHARE = Fraction(4, 5)
@@ -93,3 +94,17 @@ def types_that_read(key: str) -> list[str]:
         for name, schedule in LR_SCHEDULES.items()
         if SCHEDULE_FIELDS[key] in {field.name for field in fields(schedule)}
     ]
+
+
+def lr_keys_belong_to_the_type(lr_schedule: LrScheduleConfig) -> Iterator[Fault]:
+    """A key that the type does not read would be ignored; at its default it asks for nothing."""
+    values = lr_schedule.model_dump()
+    defaults = LrScheduleConfig().model_dump()
+    for key in SCHEDULE_FIELDS:
+        if values[key] != defaults[key] and not lr_schedule.reads(key):
+            yield Fault(
+                f"megastable.lr_schedule.{key}",
+                values[key],
+                f'is not read by the type "{lr_schedule.type}", only by {", ".join(types_that_read(key))}; remove it '
+                f"(an override sets it to {json.dumps(defaults[key])})",
+            )

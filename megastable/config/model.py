@@ -1,12 +1,16 @@
-"""The model's shape and parts."""
+"""The model's shape and parts.
+
+Rules between keys of the model and the layout. A rule's parameters say, by their types, which sections it needs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from pydantic import Field
 
+from megastable.config.reading.faults import Fault
 from megastable.config.section import Section
 
 SWIGLU_SIZE_MULTIPLE = 64
@@ -105,3 +109,40 @@ def _swiglu_ffn_size(hidden_size: int) -> int:
 
 DEFAULT_FFN_SIZES: dict[str, Callable[[int], int]] = {"gelu": _gelu_ffn_size, "swiglu": _swiglu_ffn_size}
 """Activation -> the feed-forward layers' inner width for a hidden size."""
+
+
+def heads_divide_hidden_size(model: ModelConfig) -> Iterator[Fault]:
+    """Every attention head has the same whole width."""
+    if model.hidden_size % model.num_attention_heads:
+        yield Fault(
+            "megastable.model.hidden_size",
+            model.hidden_size,
+            f"must be a multiple of num_attention_heads ({model.num_attention_heads})",
+        )
+
+
+def kv_heads_divide_heads(model: ModelConfig) -> Iterator[Fault]:
+    """Every key and value head serves the same number of query heads."""
+    if model.num_attention_heads % model.kv_heads:
+        yield Fault(
+            "megastable.model.num_key_value_heads",
+            model.num_key_value_heads,
+            f"must divide num_attention_heads ({model.num_attention_heads})",
+        )
+
+
+def rotary_needs_even_head_dim(model: ModelConfig) -> Iterator[Fault]:
+    """Rotary embeddings turn pairs of channels."""
+    divides = model.hidden_size % model.num_attention_heads == 0
+    if model.position_embedding == "rotary" and divides and model.head_dim % 2:
+        yield Fault(
+            "megastable.model.position_embedding",
+            model.position_embedding,
+            f"rotary needs an even head width; hidden_size / num_attention_heads is {model.head_dim}",
+        )
+
+
+def capped_attention_is_plain(model: ModelConfig) -> Iterator[Fault]:
+    """The fused kernel has no place for the cap."""
+    if model.attention_logit_cap is not None and model.attention == "sdpa":
+        yield Fault("megastable.model.attention", "sdpa", "must be auto or math with attention_logit_cap")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
@@ -24,16 +25,9 @@ from megastable.config.deepspeed_keys import (
 )
 from megastable.config.lr_schedule import LrScheduleConfig
 from megastable.config.model import ModelConfig
+from megastable.config.parallelism import PipelineConfig, TensorParallelConfig
 from megastable.config.section import Section
-from megastable.config.sections import (
-    CheckpointConfig,
-    InitConfig,
-    LoggingConfig,
-    MonitorsConfig,
-    PipelineConfig,
-    TensorParallelConfig,
-    TrainingConfig,
-)
+from megastable.config.training import CheckpointConfig, InitConfig, LoggingConfig, MonitorsConfig, TrainingConfig
 
 CUSTOMARY_CLIP_NORM = 0.5
 """Of a GPT, which is the only kind of model here."""
@@ -123,3 +117,17 @@ class RunConfig(Section):
     def clip_norm(self) -> float:
         """The global norm to which gradients are scaled down; 0 for no clipping."""
         return CUSTOMARY_CLIP_NORM if self.gradient_clipping == "auto" else self.gradient_clipping
+
+
+def run_as_dict(run: RunConfig) -> dict[str, Any]:
+    """The run file as plain values; loading it again gives an equal run."""
+    return run.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Paths at which two nested dictionaries differ, with both values; None stands for a missing key."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+    elif old != new and (old or new):  # a section without keys is as good as none
+        yield path, old, new

@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megastable.core.flops import ModelShape
-from megastable.core.parameters import ModelParts, StageLayers, largest_matrix
-from megastable.core.recomputation import ATTENTION, BLOCK, FEED_FORWARD
+from megastable.core.flops import ATTENTION, BLOCK, FEED_FORWARD, ModelShape
+from megastable.core.model_parts import ModelParts, StageLayers, largest_matrix
 
 FP32_BYTES = 4
 

@@ -15,9 +15,8 @@ from megastable.config import DataConfig, ModelConfig
 from megastable.core.errors import UserError
 from megastable.data.cache_folder import build_once
 from megastable.data.dataset import TokenDataset
-from megastable.data.document_split import validation_documents
-from megastable.data.integer_hash import hash64
 from megastable.data.progress import note, track
+from megastable.data.sample_order import hash64, validation_documents
 from megastable.data.sources import DocumentSource, open_source
 from megastable.data.text_tokenizers import check_fits_model, make_tokenizer, tokenizer_identity
 from megastable.data.token_store import FORMAT_VERSION, TOKENIZER_FOLDER, open_token_store, write_token_store

@@ -1,13 +1,35 @@
-"""The order of the training samples, as a pure function of (seed, epoch, index): there is no sampler to save."""
+"""A 64-bit integer hash: randomness that is a pure function of its input, the same on every machine.
+
+The order of the training samples, as a pure function of (seed, epoch, index): there is no sampler to save.
+
+Which documents are kept for validation.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megastable.data.integer_hash import UInt64Array, hash64
+# Any shape: the hash is element by element.
+UInt64Array = np.ndarray[Any, np.dtype[np.uint64]]
+
+# The increment and multipliers of splitmix64 (Steele, Lea and Flood 2014), whose output passes BigCrush.
+_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
+_FIRST_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND_MULTIPLIER = np.uint64(0x94D049BB133111EB)
+
+
+def hash64(values: npt.ArrayLike) -> UInt64Array:
+    """Hash each integer of ``values`` (any shape, taken modulo 2^64) to 64 well-mixed bits; a bijection."""
+    # At least one dimension: numpy wraps overflowing arrays silently, but warns of overflowing scalars.
+    mixed = np.atleast_1d(np.asarray(values).astype(np.uint64)) + _INCREMENT
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _FIRST_MULTIPLIER
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _SECOND_MULTIPLIER
+    return mixed ^ (mixed >> np.uint64(31))
+
 
 _NUM_ROUNDS = 8
 _MAX_UINT64 = 2**64 - 1
@@ -55,3 +77,17 @@ class SampleOrder:
         for key in round_keys:
             left, right = right, left ^ (hash64(right ^ key) & mask)
         return (left << shift) | right
+
+
+def validation_documents(num_documents: int, validation_fraction: float) -> npt.NDArray[np.bool_]:
+    """A mask of shape [num_documents] that is True for validation.
+
+    The documents whose indices hash lowest are taken, so the split is the same on every run and machine. A fraction
+    above 0 takes at least one document and leaves at least one, where there are two or more.
+    """
+    is_validation = np.zeros(num_documents, dtype=np.bool_)
+    if validation_fraction > 0 and num_documents >= 2:
+        count = min(max(1, round(validation_fraction * num_documents)), num_documents - 1)
+        lowest = np.argpartition(hash64(np.arange(num_documents)), count - 1)[:count]
+        is_validation[lowest] = True
+    return is_validation

@@ -7,7 +7,7 @@ from typing import Any
 
 from megastable.config import RunConfig
 from megastable.core.batch_rampup import Batch
-from megastable.core.recomputation import BLOCK
+from megastable.core.flops import BLOCK
 
 MONITOR_SECTIONS = ("tensorboard", "wandb", "comet", "csv_monitor")
 MONITOR_FOLDERS = ("tensorboard", "csv_monitor")  # those that write files, into the run folder unless told otherwise

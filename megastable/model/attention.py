@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megastable.config import ModelConfig
-from megastable.model.norms import make_norm
 from megastable.model.positions import AttentionBias, RotaryTable
+from megastable.model.residual_stream import make_norm
 from megastable.model.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,

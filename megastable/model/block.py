@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megastable.config import ModelConfig
-from megastable.core.recomputation import ATTENTION, FEED_FORWARD
+from megastable.core.flops import ATTENTION, FEED_FORWARD
 from megastable.model.attention import SelfAttention
-from megastable.model.dropout import ResidualDropout
-from megastable.model.norms import make_norm
 from megastable.model.positions import AttentionBias, RotaryTable
+from megastable.model.residual_stream import ResidualDropout, make_norm
 from megastable.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, Shard, TensorGroup
 
 

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from megastable.config import ModelConfig
 from megastable.model.attention import soft_cap
-from megastable.model.dropout import ResidualDropout
-from megastable.model.norms import make_norm
+from megastable.model.residual_stream import ResidualDropout, make_norm
 from megastable.model.tensor_parallel import (
     ColumnParallelLinear,
     Shard,

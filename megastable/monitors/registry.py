@@ -7,12 +7,9 @@ from typing import Any
 from megastable.config import RunConfig
 from megastable.core.records import Event
 from megastable.monitors.balance import StageBalance
-from megastable.monitors.headroom import Headroom
 from megastable.monitors.monitor import Monitor, Seen
-from megastable.monitors.ramp import RampSteps
-from megastable.monitors.skips import SkippedSteps
-from megastable.monitors.start import FirstLoss
-from megastable.monitors.volatility import LossVolatility
+from megastable.monitors.numbers import FirstLoss, Headroom, LossVolatility
+from megastable.monitors.steps import RampSteps, SkippedSteps
 
 MONITORS: dict[str, type[Monitor]] = {
     "first_loss": FirstLoss,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megastable.config.run_config import run_as_dict
 from megastable.core.checkpoint_folder import Manifest, read_manifest
 from megastable.core.errors import UserError
 from megastable.core.launch import Launch
@@ -16,12 +17,12 @@ from megastable.engine.process_group import check_equal_on_all_ranks, connected
 from megastable.engine.training_engine import TrainingEngine
 from megastable.engine.upstream_fixes import check_fp16_support
 from megastable.monitors import Monitors
+from megastable.planning.run_plan import RunPlan
 from megastable.training.console import make_display
 from megastable.training.loop import train_steps
 from megastable.training.recorder import Recorder, SilentRecorder
 from megastable.training.report import conclusion, introduction
-from megastable.training.run_folder import RunFolder, run_as_dict
-from megastable.training.run_plan import RunPlan
+from megastable.training.run_folder import RunFolder
 
 
 def train(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | None) -> None:

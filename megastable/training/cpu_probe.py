@@ -23,27 +23,26 @@ from torch import Tensor, nn
 
 from megastable.config import RunConfig
 from megastable.core.partition import LAYERS_AT_EACH_END
-from megastable.core.pipeline_calibration import line_through
 from megastable.core.pipeline_cost import StageTime
 from megastable.engine.host_memory import keep_freed_memory
 from megastable.engine.optimizer import build_optimizer
 from megastable.model.layers import Layer, gpt_layers
 from megastable.model.loss import token_mean_loss
 from megastable.model.tensor_parallel import OneProcess
-from megastable.training.host import cpu_name, memory_gib_per_process, threads_per_process
-from megastable.training.plan_report.calibrated import calibration_file
-from megastable.training.plan_report.calibration_file import CalibrationFile
-from megastable.training.plan_report.probed import (
+from megastable.planning.calibration import CalibrationFile, calibration_file
+from megastable.planning.measured_cost import (
     BLOCK,
     FIRST,
     LAST,
     Probe,
     cost_of,
+    line_through,
     mean_probe,
     planned_sizes,
     probed_sizes,
 )
-from megastable.training.run_plan import RunPlan
+from megastable.planning.run_plan import RunPlan
+from megastable.training.host import cpu_name, memory_gib_per_process, threads_per_process
 
 PROBE_SECONDS = 10.0
 LEAST_ROUNDS = 2

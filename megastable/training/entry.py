@@ -1,4 +1,7 @@
-"""A run from its arguments to its exit code. Everything that can be refused is refused before torch loads."""
+"""The packages behind DeepSpeed's writers, which are installed only where they are wanted.
+
+A run from its arguments to its exit code. Everything that can be refused is refused before torch loads.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,30 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from megastable.config import RunConfig, load_run_file
 from megastable.core.checkpoint_folder import read_manifest
 from megastable.core.errors import UserError
 from megastable.core.launch import Launch, check_hostfile
-from megastable.training.monitor_packages import check_monitor_packages
-from megastable.training.plan_report import with_chosen_micro_batches, with_recorded_micro_batches
+from megastable.planning.micro_batches import with_chosen_micro_batches, with_recorded_micro_batches
+from megastable.planning.run_plan import RunPlan
 from megastable.training.run_folder import RunFolder, check_continues, checkpoint_to_load, checkpoint_to_resume
-from megastable.training.run_plan import RunPlan
+
+PACKAGE_OF_SECTION = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+
+
+def check_monitor_packages(run: RunConfig) -> None:
+    """Check that every enabled writer can be imported.
+
+    Raises:
+        UserError: a package is missing; the key and the command that installs it are named.
+    """
+    for section, package in PACKAGE_OF_SECTION.items():
+        if getattr(run, section).enabled and find_spec(package) is None:
+            raise UserError(f"{section}.enabled needs the package {package}: pip install {package}")
+
 
 EXIT_CODE_INTERRUPTED = 130
 RANK_0_SPEAKS_FIRST_SECONDS = 5.0

@@ -1,13 +1,24 @@
-"""This machine's processor and memory, as they are shared among the processes of a run."""
+"""This machine's processor and memory, as they are shared among the processes of a run.
+
+The GPUs of this machine, asked of the driver's own tool: torch would take seconds to load.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+
+from megastable.config import HfSourceConfig, SourceConfig
+from megastable.core.errors import UserError
+from megastable.planning.calibration import CalibrationFile
+from megastable.planning.preflight.review import Gpu, LocalText
+from megastable.planning.run_plan import RunPlan
 
 GIB = 2**30
 
@@ -31,3 +42,51 @@ def threads_per_process(num_processes: int) -> int:
     """As a launch of so many processes on one machine sets them; see ``engine.process_group``."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdigit() else max(1, (os.cpu_count() or 1) // num_processes)
+
+
+QUERY = ("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
+TIME_LIMIT_SECONDS = 5
+
+
+def _ask_driver() -> str:
+    answer = subprocess.run(QUERY, capture_output=True, text=True, timeout=TIME_LIMIT_SECONDS, check=True)
+    return answer.stdout
+
+
+def installed_gpus(ask: Callable[[], str] = _ask_driver) -> tuple[Gpu, ...]:
+    """One of every kind of GPU here; none where there is no driver or it does not answer."""
+    try:
+        lines = ask().splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    found = dict.fromkeys(gpu for line in lines if (gpu := _read_line(line)) is not None)
+    return tuple(found)
+
+
+def _read_line(line: str) -> Gpu | None:
+    name, _, capability = line.rpartition(",")
+    major, _, minor = capability.strip().partition(".")
+    if not (name and major.isdigit() and minor.isdigit()):
+        return None
+    return Gpu(name.strip(), (int(major), int(minor)))
+
+
+def look_at_text(source: SourceConfig) -> LocalText | None:
+    """Count the files and bytes of a source of text files; None for other sources, which might need a download."""
+    if isinstance(source, HfSourceConfig):
+        return None
+    from megastable.data.sources import TextFiles, open_source  # loads numpy
+
+    try:
+        files = open_source(source)
+    except UserError as error:
+        return LocalText(0, 0, fault=str(error))
+    assert isinstance(files, TextFiles)
+    return LocalText(len(files), files.num_bytes())
+
+
+def probe_this_cpu(plan: RunPlan) -> CalibrationFile:
+    """Measure what a step of a planned run costs on this machine, in about ten seconds; loads torch."""
+    from megastable.training.cpu_probe import probe
+
+    return probe(plan)

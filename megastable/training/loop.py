@@ -18,9 +18,9 @@ from megastable.data import (
 from megastable.engine.training_engine import TrainingEngine
 from megastable.monitors import Monitors
 from megastable.monitors.monitor import STOP, Seen
+from megastable.planning.run_plan import RunPlan
 from megastable.training.metrics import StepMetrics
 from megastable.training.recorder import Recorder, SilentRecorder
-from megastable.training.run_plan import RunPlan
 
 UNEQUAL_WEIGHTS = (
     "weights that should be equal are not, which is a fault of hardware or software and not of training; go on from "

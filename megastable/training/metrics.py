@@ -12,7 +12,7 @@ from megastable.core.batch_rampup import Batch
 from megastable.core.clipping import clip_coefficient
 from megastable.core.flops import tflops_per_device
 from megastable.core.records import StepResult, TrainingState
-from megastable.training.run_plan import RunPlan
+from megastable.planning.run_plan import RunPlan
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 from megastable.core.records import TrainingState
 from megastable.data import Corpus
 from megastable.engine.weight_report import WeightKind
-from megastable.training.plan_report import describe_choice
+from megastable.planning.micro_batches import describe_choice
+from megastable.planning.run_plan import RunPlan
 from megastable.training.run_folder import RunFolder
-from megastable.training.run_plan import RunPlan
 
 
 def introduction(

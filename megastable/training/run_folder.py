@@ -11,7 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from megastable.config import PipelineConfig, RunConfig
-from megastable.config.stages import StageCut
+from megastable.config.parallelism import StageCut
+from megastable.config.run_config import differences, run_as_dict
 from megastable.core.checkpoint_folder import Manifest, newest_complete, read_manifest, step_folders
 from megastable.core.errors import UserError
 
@@ -87,11 +88,6 @@ def _drop_lines_after(path: Path, step: int) -> None:
         written = path.with_suffix(".tmp")
         written.write_text("".join(kept), encoding="utf-8")
         os.replace(written, path)
-
-
-def run_as_dict(run: RunConfig) -> dict[str, Any]:
-    """The run file as plain values; loading it again gives an equal run."""
-    return run.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def checkpoint_to_resume(folder: RunFolder, warn: Callable[[str], None]) -> Path:
@@ -179,15 +175,6 @@ def _layout_of(run: dict[str, Any], world_size: int) -> str:
     tensor = sections.get("tensor_parallel", {}).get("size", 1)
     replicas = world_size // (stages * tensor)
     return f"{world_size} processes ({stages} stages x {replicas} replicas x {tensor} tensor ranks)"
-
-
-def differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Paths at which two nested dictionaries differ, with both values; None stands for a missing key."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted(old.keys() | new.keys()):
-            yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-    elif old != new and (old or new):  # a section without keys is as good as none
-        yield path, old, new
 
 
 def _is_step_up_to(line: str, step: int) -> bool:

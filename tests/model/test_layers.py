@@ -13,7 +13,7 @@ from megastable.model.attention import ATTENTION_BACKENDS
 from megastable.model.block import FEED_FORWARDS, TransformerBlock
 from megastable.model.ends import EmbeddingFinish, FinalNorm, OutputHead, VocabularyEmbedding
 from megastable.model.layers import EMBEDDING_KEY, gpt_layers
-from megastable.model.norms import NORMS
+from megastable.model.residual_stream import NORMS
 from megastable.model.tensor_parallel import OneProcess
 from tests.support.reference import ReferenceModel
 from tests.support.tiny_run import tiny_run

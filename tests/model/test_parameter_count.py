@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megastable.training.preflight.review import count_parameters
+from megastable.planning.preflight.review import count_parameters
 from tests.support.reference import ReferenceModel
 from tests.support.tiny_run import tiny_run
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megastable.core.recomputation import HALVES, RECOMPUTED_KINDS
+from megastable.core.flops import HALVES, RECOMPUTED_KINDS
 from megastable.model.attention import SelfAttention
 from megastable.model.block import GeluFeedForward
 from tests.support.reference import ReferenceModel

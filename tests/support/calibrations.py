@@ -6,8 +6,8 @@ from pathlib import Path
 
 from megastable.config import RunConfig
 from megastable.core.pipeline_cost import MicroBatchTime, PipelineCost, StageTime
-from megastable.training.plan_report.calibrated import calibration_file
-from megastable.training.run_plan import RunPlan
+from megastable.planning.calibration import calibration_file
+from megastable.planning.run_plan import RunPlan
 
 SAMPLE_SECONDS = 0.1
 

@@ -12,7 +12,7 @@ from megastable.config import PipelineConfig, RunConfig, TensorParallelConfig
 from megastable.core.labels import IGNORED_LABEL
 from megastable.model.layers import gpt_layers
 from megastable.model.tensor_parallel import OneProcess, TensorGroup
-from megastable.training.run_plan import RunPlan
+from megastable.planning.run_plan import RunPlan
 from tests.support.tokens import global_batch
 
 

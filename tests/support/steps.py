@@ -14,7 +14,7 @@ from megastable.config import RunConfig
 from megastable.core.records import TrainingState
 from megastable.engine.training_engine import TrainingEngine
 from megastable.engine.upstream_fixes import check_fp16_support
-from megastable.training.run_plan import RunPlan
+from megastable.planning.run_plan import RunPlan
 from tests.support.tokens import micro_batches
 
 

@@ -16,6 +16,7 @@ PACKAGE = REPOSITORY / "megastable"
 FLOORS = {
     "core": 0,
     "config": 1,
+    "planning": 2,
     "model": 2,
     "data": 2,
     "monitors": 2,
@@ -190,7 +191,7 @@ def test_core_needs_no_installed_package_at_all() -> None:
 
 
 def test_config_needs_neither_torch_nor_deepspeed_nor_numpy() -> None:
-    script = BLOCK_HEAVY + "import_all('megastable.config')\nassert 'megastable.config.run_file' in sys.modules"
+    script = BLOCK_HEAVY + "import_all('megastable.config')\nassert 'megastable.config.reading.run_file' in sys.modules"
     finished = run_python(script=script)
     assert finished.returncode == 0, finished.stderr
 
@@ -198,7 +199,7 @@ def test_config_needs_neither_torch_nor_deepspeed_nor_numpy() -> None:
 PLAN_AND_RUN = """
 from pathlib import Path
 from megastable.training.entry import RunRequest, run_command
-from megastable.training.run_plan import RunPlan
+from megastable.planning.run_plan import RunPlan
 from megastable.config import load_run_file
 
 run_file = Path("ds_configs/quickstart.json")

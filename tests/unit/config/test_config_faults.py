@@ -6,10 +6,10 @@ import random
 from pathlib import Path
 
 import pytest
-from config_examples import FULL, MINIMAL, faults_of, key_paths, value_at, with_value, written
 
 from megastable.config import ConfigError, load_run_file, run_from_dict
 from megastable.core.errors import UserError
+from tests.unit.config.config_examples import FULL, MINIMAL, faults_of, key_paths, value_at, with_value, written
 
 
 def error_text(path: Path, overrides: tuple[str, ...] = ()) -> str:

@@ -3,10 +3,10 @@
 from dataclasses import fields
 
 import pytest
-from config_examples import MINIMAL, faults_of
 
 from megastable.config.lr_schedule import SCHEDULE_FIELDS, LrScheduleConfig, types_that_read
 from megastable.core.lr_schedule import LR_SCHEDULES
+from tests.unit.config.config_examples import MINIMAL, faults_of
 
 
 @pytest.mark.parametrize("key", SCHEDULE_FIELDS)

@@ -5,7 +5,6 @@ import json
 from fractions import Fraction
 from typing import Any
 
-from config_examples import FULL, MINIMAL, faults_of, key_paths, value_at, with_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +12,7 @@ from megastable.config import Amount, ConfigError, ModelConfig, RunConfig, run_f
 from megastable.config.lr_schedule import types_that_read
 from megastable.core.init_std import INIT_SCHEMES
 from megastable.core.lr_schedule import BATCH_SCALING_EXPONENTS, LR_SCHEDULES
+from tests.unit.config.config_examples import FULL, MINIMAL, faults_of, key_paths, value_at, with_value
 
 PATHS = list(key_paths(FULL))
 SOURCE_AND_TOKENIZER = ("megastable.data.source.", "megastable.data.tokenizer.")

@@ -4,10 +4,10 @@ from itertools import chain, permutations
 from typing import Any
 
 import pytest
-from config_examples import MINIMAL, faults_of
 
 from megastable.config import run_from_dict
-from megastable.core.recomputation import BLOCK, HALVES, RECOMPUTED_KINDS
+from megastable.core.flops import BLOCK, HALVES, RECOMPUTED_KINDS
+from tests.unit.config.config_examples import MINIMAL, faults_of
 
 KEY = "megastable.pipeline.activation_checkpointing"
 LISTS = [list(kinds) for kinds in chain(*(permutations(RECOMPUTED_KINDS, length) for length in range(1, 4)))]

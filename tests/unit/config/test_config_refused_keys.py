@@ -1,9 +1,9 @@
 """Every DeepSpeed key and value that is refused says why and what to do instead."""
 
 import pytest
-from config_examples import FULL, MINIMAL, faults_of, key_paths, with_value
 
 from megastable.config.refused_keys import REFUSED_KEYS, REFUSED_VALUES
+from tests.unit.config.config_examples import FULL, MINIMAL, faults_of, key_paths, with_value
 
 VALUES = [(path, value) for path, values in REFUSED_VALUES.items() for value in values]
 

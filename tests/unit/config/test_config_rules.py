@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 import pytest
-from config_examples import MINIMAL, faults_of
 
 from megastable.config.rules import RULES
+from tests.unit.config.config_examples import MINIMAL, faults_of
 
 
 @dataclass(frozen=True)

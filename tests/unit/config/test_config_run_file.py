@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from config_examples import MINIMAL, RUN_FILES, faults_of, with_value, written
 
 from megastable.config import ConfigError, load_run_file, run_from_dict
+from tests.unit.config.config_examples import MINIMAL, RUN_FILES, faults_of, with_value, written
 
 
 def refusal(path: Path, overrides: tuple[str, ...] = ()) -> str:

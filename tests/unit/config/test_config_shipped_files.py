@@ -5,11 +5,11 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from config_examples import FULL, MINIMAL, SCHEMA_FILE, SHIPPED, faults_of, with_value
 
 from megastable.config import RunConfig, json_schema, load_run_file, run_from_dict
-from megastable.config.key_paths import keys_of, section_types
+from megastable.config.reading.messages import keys_of, section_types
 from megastable.config.section import Section
+from tests.unit.config.config_examples import FULL, MINIMAL, SCHEMA_FILE, SHIPPED, faults_of, with_value
 
 each_shipped = pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 DUMPS = {"whole": {}, "no nulls": {"exclude_none": True}, "given keys": {"exclude_unset": True}}

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.core.flops import ModelShape, tflops_per_device
-from megastable.core.recomputation import ATTENTION, BLOCK, FEED_FORWARD, Recomputation
+from megastable.core.flops import ATTENTION, BLOCK, FEED_FORWARD, ModelShape, Recomputation, tflops_per_device
 
 quick = settings(max_examples=25, deadline=None)  # no deadline: the machine may be busy
 

@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.core.activations import ActivationSettings, activation_bytes, block_bytes_per_token
-from megastable.core.flops import ModelShape
+from megastable.core.flops import ATTENTION, BLOCK, FEED_FORWARD, HALVES, ModelShape, Recomputation
 from megastable.core.memory import COPIES_CHECK_BYTES, MemoryUse, NumberFormat, memory_use
-from megastable.core.parameters import ModelParts, StageLayers, num_parameters, stage_parameters
+from megastable.core.model_parts import ModelParts, StageLayers, num_parameters, stage_parameters
 from megastable.core.partition import flat_layers
-from megastable.core.recomputation import ATTENTION, BLOCK, FEED_FORWARD, HALVES, Recomputation
-from megastable.training.plan_report.formats import FORMATS
+from megastable.planning.step_time import FORMATS
 from tests.unit.core.test_flops import BLOOM
 
 quick = settings(max_examples=25, deadline=None)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.core.linear_partition import least_largest_sum
-from megastable.core.parameters import ModelParts, num_parameters
+from megastable.core.flops import ATTENTION, BLOCK, FEED_FORWARD, HALVES, Recomputation
+from megastable.core.model_parts import ModelParts, num_parameters
 from megastable.core.partition import (
     PARTITIONS,
     FlatLayer,
@@ -19,10 +19,10 @@ from megastable.core.partition import (
     flat_layers,
     illegal_stages,
     imbalance,
+    least_largest_sum,
     stage_bounds,
     stage_costs,
 )
-from megastable.core.recomputation import ATTENTION, BLOCK, FEED_FORWARD, HALVES, Recomputation
 from tests.unit.core.test_flops import BLOOM
 
 quick = settings(max_examples=25, deadline=None)

@@ -8,16 +8,20 @@ from hypothesis import strategies as st
 
 from megastable.core.devices import DEVICES, find_device
 from megastable.core.errors import UserError
-from megastable.core.pipeline_calibration import MeasuredStep, calibrate, calibrate_unequal, line_through
-from megastable.core.pipeline_cost import MicroBatchTime, PipelineCost, StageTime, bubble, equal_stages_seconds
-from megastable.core.pipeline_simulation import (
+from megastable.core.pipeline_cost import (
     BACKWARD,
     FORWARD,
     SCHEDULES,
+    MicroBatchTime,
     PassSeconds,
+    PipelineCost,
+    StageTime,
+    bubble,
+    equal_stages_seconds,
     pipeline_seconds,
     simulate,
 )
+from megastable.planning.measured_cost import MeasuredStep, calibrate, calibrate_unequal, line_through
 
 quick = settings(max_examples=25, deadline=None)
 seconds = st.floats(0.01, 10)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megastable.core.flops import tflops_per_device
 from megastable.core.records import StepResult, TrainingState
+from megastable.planning.run_plan import RunPlan
 from megastable.training.metrics import StepMetrics
-from megastable.training.run_plan import RunPlan
 from tests.support.tiny_run import tiny_run
 from tests.unit.training.metrics_examples import HARD_STEPS, NOT_FINITE, step_metrics
 

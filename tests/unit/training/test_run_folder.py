@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.config import RunConfig, load_run_file, run_from_dict
+from megastable.config.run_config import differences, run_as_dict
 from megastable.core.checkpoint_folder import Manifest, read_manifest
 from megastable.core.errors import UserError
 from megastable.training.run_folder import (
@@ -18,8 +19,6 @@ from megastable.training.run_folder import (
     check_continues,
     checkpoint_to_load,
     checkpoint_to_resume,
-    differences,
-    run_as_dict,
 )
 from tests.support.tiny_run import tiny_run
 

@@ -1,0 +1,1 @@
+"""Reading a run file, and everything that can be wrong with one."""

@@ -1,0 +1,137 @@
+"""The first weights, the length of training, and what is watched, saved and printed on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import Field, field_validator
+
+from megastable.config.reading.faults import Fault
+from megastable.config.section import Section, must_be_registered
+from megastable.core.init_std import INIT_SCHEMES
+
+LARGEST_SEED = 2**32 - 1
+"""NumPy's generators take no larger one."""
+
+
+class InitConfig(Section):
+    """Standard deviation of fresh weights."""
+
+    scheme: str = Field(
+        default="megatron_530b",
+        json_schema_extra={"enum": list(INIT_SCHEMES)},
+        description="megatron_530b: sqrt(1/(3 hidden_size)); transformers_without_tears: sqrt(2/(5 hidden_size)); "
+        "xavier: sqrt(2/(fan_in + fan_out)) of each matrix; fixed: std.",
+    )
+    std: float | None = Field(
+        default=None, gt=0, description="Standard deviation; needed by, and only legal with, the scheme fixed."
+    )
+    residual_scaling: bool = Field(
+        default=True,
+        description="Divide the std of projections that write into the residual stream by sqrt(2 num_layers).",
+    )
+    embedding_std: float | None = Field(
+        default=None,
+        gt=0,
+        description="Standard deviation of the token embedding (and a tied head); null: the scheme's.",
+    )
+    head_std: float | None = Field(
+        default=None, gt=0, description="Standard deviation of an untied head; null: the scheme's."
+    )
+
+    @field_validator("scheme")
+    @classmethod
+    def _registered(cls, name: str) -> str:
+        return must_be_registered(name, INIT_SCHEMES)
+
+
+class TrainingConfig(Section):
+    """How long to train, and how to evaluate."""
+
+    total_samples: int | None = Field(default=None, ge=1, description="Samples of the whole run; or give total_steps.")
+    total_steps: int | None = Field(
+        default=None, ge=1, description="Optimizer steps of the whole run; or give total_samples."
+    )
+    seed: int = Field(
+        default=1234, ge=0, le=LARGEST_SEED, description="Seed of the weights, the dropout and the data order."
+    )
+    eval_interval: int = Field(default=0, ge=0, description="Steps between two evaluations; 0 means never.")
+    eval_samples: int = Field(default=256, ge=1, description="Most validation samples of one evaluation.")
+    world_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Processes that this file is meant for; a launch with another number is refused.",
+    )
+    z_loss: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the squared log of the softmax's normaliser in the gradient; 1e-4 is customary.",
+    )
+    loss_chunk_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Logits and loss of so many tokens of a micro-batch at a time, computed again in the backward "
+        "pass: saves memory where the vocabulary is large, for one more product with the head. null: all at once.",
+    )
+    fp16_on_cpu: bool = Field(
+        default=False, description="Allow fp16 on a CPU, where its arithmetic is slow: for trying things out."
+    )
+
+
+class MonitorsConfig(Section):
+    """What is watched while a run goes on, and how often."""
+
+    interval: int = Field(
+        default=10,
+        ge=0,
+        description="Steps between two looks at every layer (norms, updates, maxima); 0 means only after a skip.",
+    )
+    consistency_interval: int = Field(
+        default=100,
+        ge=0,
+        description="Steps between two checks that weights which should be equal on several ranks are; 0 means never.",
+    )
+    headroom_warning: float = Field(
+        default=0.25,
+        gt=0,
+        le=1,
+        description="Share of the number format's maximum from which an activation or attention logit is warned of.",
+    )
+    max_skips_at_min_scale: int = Field(
+        default=10,
+        ge=1,
+        description="Skips in a row at a loss scale that cannot fall (or without one) that stop the run.",
+    )
+
+
+class CheckpointConfig(Section):
+    """When to save."""
+
+    save_interval: int = Field(default=0, ge=0, description="Steps between two checkpoints; 0 means never.")
+
+
+class LoggingConfig(Section):
+    """What is printed."""
+
+    interval: int = Field(default=10, ge=1, description="Steps between two printed lines.")
+
+
+def std_belongs_to_fixed(init: InitConfig) -> Iterator[Fault]:
+    """The other schemes compute the std from the width, so a given one would be ignored."""
+    if init.scheme == "fixed" and init.std is None:
+        yield Fault("megastable.init.std", None, 'must be a number above 0 with the scheme "fixed"')
+    if init.scheme != "fixed" and init.std is not None:
+        yield Fault(
+            "megastable.init.std", init.std, f'is only legal with the scheme "fixed", not "{init.scheme}"; remove it'
+        )
+
+
+def one_run_length(training: TrainingConfig) -> Iterator[Fault]:
+    """A run ends after a number of samples or of steps."""
+    given = training.model_dump(include={"total_samples", "total_steps"}, exclude_none=True)
+    if len(given) != 1:
+        yield Fault(
+            "megastable.training",
+            given,
+            "give exactly one of total_samples and total_steps (an override sets the other one to null)",
+        )

@@ -1,0 +1,217 @@
+"""Which split of a batch into micro-batches a cost finds fastest within the memory.
+
+The micro-batch sizes of a run whose file leaves them to be chosen: once, before the run, and recorded in it.
+
+From a run file to its plan, on as many devices as were asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megastable.config import RunConfig, load_run_file
+from megastable.core.batch_rampup import Batch, global_batch_sizes
+from megastable.core.devices import DEVICES
+from megastable.core.errors import UserError
+from megastable.core.pipeline_cost import PipelineCost
+from megastable.planning.calibration import Calibration, load_calibration
+from megastable.planning.machine import Machine
+from megastable.planning.memory import stage_memory
+from megastable.planning.run_plan import RunPlan
+from megastable.planning.step_time import step_cost
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class MicroBatchChoice:
+    """What the choice goes by.
+
+    Attributes:
+        cost: of a step, on the layout of the run.
+        needed_bytes: of a step's batch, on the device that needs most.
+        usable_bytes: of a device; infinite where it is not known.
+    """
+
+    data_parallel_size: int
+    cost: PipelineCost
+    needed_bytes: Callable[[Batch], float]
+    usable_bytes: float
+
+    def batch_of(self, global_batch_size: int) -> Batch:
+        """The fastest split that fits; of equally fast ones that with the smaller micro-batch, which needs less memory.
+
+        Args:
+            global_batch_size: a multiple of the data-parallel size.
+
+        Raises:
+            UserError: no split fits.
+        """
+        splits = self._splits(global_batch_size)
+        needs = [self.needed_bytes(batch) for batch in splits]
+        fitting = [batch for batch, needed in zip(splits, needs, strict=True) if needed <= self.usable_bytes]
+        if not fitting:
+            least = min(needs)
+            raise UserError(
+                f"no split of global batch {global_batch_size} over {self.data_parallel_size} replicas fits: "
+                f"micro-batches of {splits[needs.index(least)].micro_batch_size} need least, {least / GIB:.2f} GiB a "
+                f"device, and {self.usable_bytes / GIB:.2f} are usable"
+            )
+        return min(fitting, key=self._step_seconds)  # the first of several, and the splits rise
+
+    def micro_batch_size_steps(self, global_batch_sizes: Iterable[int]) -> tuple[tuple[int, int], ...]:
+        """The chosen sizes as ``BatchRampup`` has them: (from_global_batch_size, micro_batch_size), only the changes.
+
+        Args:
+            global_batch_sizes: rising, each a multiple of the data-parallel size.
+
+        Raises:
+            UserError: as ``batch_of``.
+        """
+        steps: list[tuple[int, int]] = []
+        for global_batch_size in global_batch_sizes:
+            size = self.batch_of(global_batch_size).micro_batch_size
+            if not steps or steps[-1][1] != size:
+                steps.append((global_batch_size, size))
+        return tuple(steps)
+
+    def _splits(self, global_batch_size: int) -> list[Batch]:
+        samples = global_batch_size // self.data_parallel_size
+        sizes = [size for size in range(1, samples + 1) if samples % size == 0]
+        return [Batch(global_batch_size, size, samples // size) for size in sizes]
+
+    def _step_seconds(self, batch: Batch) -> float:
+        return self.cost.step_seconds(batch.micro_batch_size, batch.num_microbatches)
+
+
+CALIBRATION_KEY = "megastable.batch_rampup.calibration"
+SHOWN_SPLITS = 6
+"""config.json has them all."""
+
+
+def with_chosen_micro_batches(run: RunConfig, world_size: int) -> RunConfig:
+    """The run with ``chosen_micro_batch_sizes``; as it is where it gives its sizes itself or they were chosen before.
+
+    They are chosen for the whole ramp, also where the run ends before it does, so that it can be continued with more
+    steps. A pure function of its arguments and the calibration: every rank finds the same.
+
+    Raises:
+        UserError: the calibration cannot be read, or a batch does not divide or fits no device.
+    """
+    ramp = run.megastable.batch_rampup
+    if not ramp.chooses_micro_batch_sizes or ramp.chosen_micro_batch_sizes:
+        return run
+    plan = RunPlan.of(run, world_size)  # in micro-batches of one sample
+    replicas = plan.layout.data_parallel_size
+    calibration = _calibration(plan)
+
+    def needed_bytes(batch: Batch) -> float:
+        return max(use.total for use in stage_memory(plan, calibration.on_cpu, [batch]))
+
+    usable_bytes = math.inf if calibration.usable_bytes is None else calibration.usable_bytes
+    choice = MicroBatchChoice(replicas, calibration.cost, needed_bytes, usable_bytes)
+    # The plan has found that those within the run divide; a later one may be of a ramp that is never run to its end.
+    sizes = [size for size in global_batch_sizes(plan.ramp.schedule) if size % replicas == 0]
+    return _with_sizes(run, choice.micro_batch_size_steps(sizes))
+
+
+def with_recorded_micro_batches(run: RunConfig, recorded: dict[str, Any]) -> RunConfig:
+    """The run with the sizes that were chosen for the ``recorded`` run file which it continues, if they were.
+
+    Sizes in its own file stand.
+
+    Raises:
+        UserError: they do not divide a batch of the run's ramp, which is then another than the recorded one.
+    """
+    ramp = run.megastable.batch_rampup
+    sizes = recorded.get("megastable", {}).get("batch_rampup", {}).get("chosen_micro_batch_sizes", ())
+    if not ramp.chooses_micro_batch_sizes or ramp.chosen_micro_batch_sizes or not sizes:
+        return run
+    chosen = _with_sizes(run, tuple((start, size) for start, size in sizes))
+    for size in global_batch_sizes(ramp.schedule()):
+        micro_batch_size = chosen.megastable.batch_rampup.ramp(1, 1).micro_batch_size_for(size)
+        if size % micro_batch_size:
+            raise UserError(
+                f"megastable.batch_rampup: the checkpoint's chosen_micro_batch_sizes give global batch {size} "
+                f"micro-batches of {micro_batch_size}, which do not divide it: the ramp is another than the "
+                'checkpoint\'s. Keep that one, or replace "micro_batch_size": "auto" by micro_batch_size_steps'
+            )
+    return chosen
+
+
+def describe_choice(plan: RunPlan) -> str:
+    """The run's batches at which the chosen micro-batch size is another than before, and how they are split."""
+    batches = [phase.batch for phase in plan.phases]
+    changes = [batch for old, batch in pairwise(batches) if batch.micro_batch_size != old.micro_batch_size]
+    splits = [
+        f"batch {batch.global_batch_size}: {batch.micro_batch_size} x {batch.num_microbatches}"
+        for batch in (batches[0], *changes)
+    ]
+    more = f" and {len(splits) - SHOWN_SPLITS} more changes" if len(splits) > SHOWN_SPLITS else ""
+    return (
+        f"micro-batch size x micro-batches, chosen by {plan.run.megastable.batch_rampup.calibration}, from "
+        f"{', '.join(splits[:SHOWN_SPLITS])}{more}"
+    )
+
+
+def _calibration(plan: RunPlan) -> Calibration:
+    """What the file's ``calibration`` names: a device, or else a file.
+
+    Raises:
+        UserError: neither is found, or the file cannot be used.
+    """
+    name = plan.run.megastable.batch_rampup.calibration
+    assert name is not None
+    if is_data_sheet(name):
+        machine = Machine.of(name)
+        assert machine is not None
+        return Calibration(step_cost(plan, machine), machine.device.usable_bytes, f"the data sheet of {name.upper()}")
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise UserError(f"{CALIBRATION_KEY} = {name}: is neither a file nor one of {', '.join(DEVICES)}")
+    return load_calibration(path, plan)
+
+
+def is_data_sheet(calibration: str | None) -> bool:
+    """Whether it names a device instead of a file."""
+    return calibration is not None and calibration.upper() in DEVICES
+
+
+def _with_sizes(run: RunConfig, sizes: tuple[tuple[int, int], ...]) -> RunConfig:
+    own = run.megastable
+    ramp = own.batch_rampup.model_copy(update={"chosen_micro_batch_sizes": sizes})
+    return run.model_copy(update={"megastable": own.model_copy(update={"batch_rampup": ramp})})
+
+
+def load_plan(path: Path, num_devices: int | None, choose: bool = True) -> tuple[RunPlan, bool]:
+    """The plan of a run file, and whether the number of devices was only assumed.
+
+    Args:
+        num_devices: None for as many as the file asks for, else the fewest that hold its stages and tensor ranks.
+
+        choose: make the choice of micro-batch sizes, where the file leaves it open; without it they are of one sample.
+
+    Raises:
+        UserError: the file cannot be read, holds faults or does not fit the devices; or its micro-batch sizes are to be
+            chosen, and cannot be.
+    """
+    run, devices = load_run(path, num_devices)
+    assumed = num_devices is None and run.megastable.training.world_size is None
+    run = load_run_file(path, world_size=devices)  # now also checked on its layout
+    return RunPlan.of(with_chosen_micro_batches(run, devices) if choose else run, devices), assumed
+
+
+def load_run(path: Path, num_devices: int | None) -> tuple[RunConfig, int]:
+    """A run file, which need not fit the devices, and their number; arguments and errors as ``load_plan``."""
+    run = load_run_file(path)
+    return run, num_devices or run.megastable.training.world_size or fewest_devices(run)
+
+
+def fewest_devices(run: RunConfig) -> int:
+    """One replica: all stages, with all their tensor ranks."""
+    return run.megastable.pipeline.num_stages * run.megastable.tensor_parallel.size

@@ -1,0 +1,145 @@
+"""Rules of the optimizer: clipping, betas, eps, and the learning rate against the model's size and width.
+
+Rules of the run's length and warmup, and of its seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from megastable.core.batch_rampup import RampPhase
+from megastable.core.init_std import MatrixSize, megatron_530b
+from megastable.planning.preflight.review import Finding, Review, customary_peak_lr, short_count
+
+CLIP_NORMS = (0.1, 1.0)
+LARGEST_EPS = 1e-6
+LR_TOLERANCE = 3.0
+LARGEST_LR_SHARE_OF_STD = 0.1
+
+
+def clip_norm_is_customary(review: Review) -> Iterator[Finding]:
+    """GPT-3, BLOOM, PaLM and Llama clipped at 1.0. Unclipped fp16 has a rule of its own."""
+    clip_norm, (lowest, highest) = review.run.clip_norm, CLIP_NORMS
+    if lowest <= clip_norm <= highest or (clip_norm == 0 and review.run.fp16.enabled):
+        return
+    if clip_norm == 0:
+        why = "no clipping: one bad batch moves the weights by its full norm"
+    elif clip_norm < lowest:
+        why = f"{clip_norm:g} is far below a healthy gradient norm: every step is clipped"
+    else:
+        why = f"{clip_norm:g} clips hardly anything but what has already diverged"
+    yield Finding("warning", "gradient_clipping", f"{why}; customary are 0.5 and 1.0", '"gradient_clipping": "auto"')
+
+
+def betas_are_in_order(review: Review) -> Iterator[Finding]:
+    """The second moment remembers longer than the first; otherwise a step has no bound (Kingma and Ba, 1412.6980)."""
+    beta1, beta2 = review.run.optimizer.params.betas
+    if beta1 > beta2:
+        yield Finding(
+            "warning",
+            "optimizer.params.betas",
+            f"beta1 {beta1:g} is above beta2 {beta2:g}, so the mean of the gradient outlives that of its square and a "
+            "step has no bound; are they swapped?",
+            f'"betas": [{beta2:g}, {beta1:g}], customary [0.9, 0.95]',
+        )
+
+
+def eps_leaves_adam_adaptive(review: Review) -> Iterator[Finding]:
+    """Gradients of single weights are small; an eps above them turns Adam into slow momentum."""
+    eps = review.run.optimizer.params.eps
+    if eps > LARGEST_EPS:
+        yield Finding(
+            "warning",
+            "optimizer.params.eps",
+            f"{eps:g} is above {LARGEST_EPS:g}: weights whose gradients are smaller hardly move, in large models most",
+            '"eps": 1e-8',
+        )
+
+
+def lr_fits_the_size(review: Review) -> Iterator[Finding]:
+    """The larger the model, the smaller its learning rate: GPT-3's table."""
+    lr, customary = review.run.optimizer.params.lr, customary_peak_lr(review.num_parameters)
+    if review.has_customary_size and lr > LR_TOLERANCE * customary:
+        yield Finding(
+            "warning",
+            "optimizer.params.lr",
+            f"{lr:g} is {lr / customary:.1f} times the {customary:.1e} that GPT-3's table gives "
+            f"{short_count(review.num_parameters)} parameters at width {review.model.hidden_size}",
+            f'"lr": {customary:.1e}',
+        )
+
+
+def lr_fits_the_width(review: Review) -> Iterator[Finding]:
+    """Adam moves a weight by about the learning rate; the std of fresh weights, which falls with the width, bounds it.
+
+    For models that the table of ``lr_fits_the_size`` does not reach.
+    """
+    lr, std = review.run.optimizer.params.lr, megatron_530b(MatrixSize.square(review.model.hidden_size), None)
+    if not review.has_customary_size and lr > LARGEST_LR_SHARE_OF_STD * std:
+        yield Finding(
+            "warning",
+            "optimizer.params.lr",
+            f"an update moves a weight by about {lr:g}, {lr / std:.0%} of the std {std:.3g} that weights of width "
+            f"{review.model.hidden_size} start with",
+            f'"lr": at most {LARGEST_LR_SHARE_OF_STD * std:.1e}',
+        )
+
+
+WARMUP_PERCENT = (5, 10)
+FEWEST_STEPS = 100
+"""Of a shorter run, a share of the updates is a handful."""
+
+
+def warmup_has_customary_length(review: Review) -> Iterator[Finding]:
+    """Between 5 and 10% of the updates: updates, not samples, which a ramp makes two different shares."""
+    plan, key = review.plan, "megastable.lr_schedule.warmup"
+    warmup_samples = review.run.megastable.lr_schedule.warmup.to_samples(
+        plan.length.total_samples, review.model.seq_length
+    )
+    total = plan.length.total_steps
+    shortest, longest = (_samples_before(plan.phases, math.ceil(total * share / 100)) for share in WARMUP_PERCENT)
+    instead = f'"warmup": {shortest}' + (f" (samples; up to {longest})" if longest > shortest else " (samples)")
+    if warmup_samples == 0:
+        lr = review.run.optimizer.params.lr
+        yield Finding("warning", key, f"0: the first update already has the full learning rate, {lr:g}", instead)
+        return
+    updates = steps_before(plan.phases, warmup_samples)
+    if total < FEWEST_STEPS or shortest <= warmup_samples <= longest:
+        return
+    ramp = ", because the ramp makes early updates small" if len(plan.phases) > 1 and warmup_samples > longest else ""
+    yield Finding(
+        "note",
+        key,
+        f"{warmup_samples:,} samples are {updates:,} of {total:,} updates ({updates / total:.1%}){ramp}; "
+        f"customary are {WARMUP_PERCENT[0]} to {WARMUP_PERCENT[1]}%",
+        instead,
+    )
+
+
+def steps_before(phases: Sequence[RampPhase], samples: int) -> int:
+    """Steps that start before ``samples`` are consumed."""
+    steps = 0
+    for phase in phases:
+        if phase.first_sample < samples:
+            needed = -(-(samples - phase.first_sample) // phase.batch.global_batch_size)
+            steps = phase.first_step + min(phase.num_steps, needed)
+    return steps
+
+
+def _samples_before(phases: Sequence[RampPhase], step: int) -> int:
+    """Samples consumed when ``step`` steps are done."""
+    phase = next(phase for phase in reversed(phases) if phase.first_step <= step)
+    return phase.first_sample + (step - phase.first_step) * phase.batch.global_batch_size
+
+
+def seed_was_chosen(review: Review) -> Iterator[Finding]:
+    """Runs that leave the seed alone share it, so that two of them are no independent repetition."""
+    training = review.run.megastable.training
+    if "seed" not in training.model_fields_set:
+        yield Finding(
+            "note",
+            "megastable.training.seed",
+            f"left at its default {training.seed}: another run that leaves it, too, is no independent repetition",
+            '"seed": a number of your choice',
+        )

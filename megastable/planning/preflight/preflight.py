@@ -1,0 +1,150 @@
+"""The registry of the reviewer's rules.
+
+Reviewing one run file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from megastable.config import ConfigError, RunConfig, SourceConfig, UnreadableRunFileError, load_run_file
+from megastable.core.errors import UserError
+from megastable.planning.micro_batches import CALIBRATION_KEY, with_chosen_micro_batches
+from megastable.planning.preflight.batches import (
+    accumulation_is_customary,
+    bubble_at_the_start_is_small,
+    bubble_stays_small,
+    chosen_micro_batches_are_told,
+    global_batch_is_customary,
+    micro_batch_steps_are_reached,
+    ramp_ends_within_the_run,
+    size_is_customary,
+)
+from megastable.planning.preflight.model_and_text import (
+    head_dim_suits_the_kernels,
+    std_fits_the_depth,
+    std_fits_the_width,
+    text_holds_a_batch,
+    text_is_here,
+    vocabulary_suits_the_kernels,
+)
+from megastable.planning.preflight.numbers import (
+    bf16_has_hardware,
+    bf16_sums_in_fp32,
+    fp16_forgets_quickly,
+    fp16_has_a_floor_under_eps,
+    fp16_has_tensor_cores,
+    fp16_is_clipped,
+    gradients_travel_in_range,
+    initial_loss_scale_is_near,
+    loss_scale_is_dynamic,
+    loss_scale_keys_have_a_reader,
+)
+from megastable.planning.preflight.optimizer import (
+    betas_are_in_order,
+    clip_norm_is_customary,
+    eps_leaves_adam_adaptive,
+    lr_fits_the_size,
+    lr_fits_the_width,
+    seed_was_chosen,
+    warmup_has_customary_length,
+)
+from megastable.planning.preflight.review import LEVELS, Finding, Gpu, LocalText, Review
+from megastable.planning.run_plan import RunPlan
+
+Rule = Callable[[Review], Iterator[Finding]]
+
+RULES: tuple[Rule, ...] = (
+    fp16_is_clipped,
+    fp16_forgets_quickly,
+    fp16_has_a_floor_under_eps,
+    initial_loss_scale_is_near,
+    loss_scale_is_dynamic,
+    loss_scale_keys_have_a_reader,
+    bf16_sums_in_fp32,
+    gradients_travel_in_range,
+    fp16_has_tensor_cores,
+    bf16_has_hardware,
+    clip_norm_is_customary,
+    betas_are_in_order,
+    eps_leaves_adam_adaptive,
+    lr_fits_the_size,
+    lr_fits_the_width,
+    std_fits_the_width,
+    std_fits_the_depth,
+    head_dim_suits_the_kernels,
+    vocabulary_suits_the_kernels,
+    ramp_ends_within_the_run,
+    chosen_micro_batches_are_told,
+    micro_batch_steps_are_reached,
+    bubble_at_the_start_is_small,
+    bubble_stays_small,
+    global_batch_is_customary,
+    accumulation_is_customary,
+    size_is_customary,
+    warmup_has_customary_length,
+    seed_was_chosen,
+    text_is_here,
+    text_holds_a_batch,
+)
+"""To add a rule: a function of a ``Review``, a line here, and a case that fires it and one that just does not."""
+
+
+SIZES_BY_HAND = "train_micro_batch_size_per_gpu, micro_batch_size_steps"
+
+
+def preflight(
+    path: Path,
+    world_size: int | None,
+    gpus: Sequence[Gpu],
+    look_at_text: Callable[[SourceConfig], LocalText | None],
+) -> list[Finding]:
+    """All findings on a run file, gravest first. A file that would be refused gives its faults, as errors, and no more.
+
+    Args:
+        world_size: processes of the launch. None: as many as the file asks for, else the fewest that hold its stages
+            and tensor ranks; the latter is a finding of its own.
+        gpus: the kinds of GPU that it is to run on, as far as they are known.
+        look_at_text: finds out how much text a source has; None for one that cannot be told without a download.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    try:
+        run = load_run_file(path, world_size=world_size)
+        processes = world_size or run.megastable.training.world_size or fewest_processes(run)
+        run = load_run_file(path, world_size=processes)  # now also checked against its layout
+    except UnreadableRunFileError:
+        raise
+    except ConfigError as error:
+        return [Finding.of_fault(fault) for fault in error.faults]
+    try:
+        run = with_chosen_micro_batches(run, processes)
+    except UserError as error:
+        instead = f'another calibration, or "micro_batch_size": null and the sizes by hand ({SIZES_BY_HAND})'
+        return [Finding("error", CALIBRATION_KEY, str(error), instead)]
+    assumed = world_size is None and run.megastable.training.world_size is None
+    text = look_at_text(run.megastable.data.source)
+    review = Review.of(RunPlan.of(run, processes), assumed, gpus, text)
+    findings = [finding for rule in RULES for finding in rule(review)]
+    if assumed:
+        findings.append(_assumption(review))
+    return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
+
+
+def fewest_processes(run: RunConfig) -> int:
+    """One replica: all stages, with all their tensor ranks."""
+    return run.megastable.pipeline.num_stages * run.megastable.tensor_parallel.size
+
+
+def _assumption(review: Review) -> Finding:
+    layout = review.plan.layout
+    return Finding(
+        "note",
+        "world_size",
+        f"assumed {layout.world_size}, one replica: stages ({layout.num_stages}) x tensor ranks "
+        f"({layout.tensor_parallel_size}); accumulation is not judged, and with more replicas "
+        "each has fewer micro-batches",
+        "--world-size N, or megastable.training.world_size",
+    )

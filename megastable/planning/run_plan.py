@@ -1,0 +1,105 @@
+"""What a run will do, computed from its file and its world size before anything is built. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megastable.config import Amount, RunConfig
+from megastable.config.lr_schedule import DEFAULT_STABLE_SHARE, DEFAULT_STEP_FACTOR, DEFAULT_STEP_INTERVAL
+from megastable.config.parallelism import StageCut, model_shape
+from megastable.core.batch_rampup import Batch, BatchRampup, RampPhase, RunLength
+from megastable.core.flops import Recomputation
+from megastable.core.layout import ParallelLayout
+from megastable.core.lr_schedule import BATCH_SCALING_EXPONENTS, LR_SCHEDULES, WarmupSchedule
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run on its layout: every step's batch and learning rate, and the operations of a sample."""
+
+    run: RunConfig
+    layout: ParallelLayout
+    ramp: BatchRampup
+    phases: list[RampPhase]
+    length: RunLength
+    lr_schedule: WarmupSchedule
+    cut: StageCut
+    model_flops_per_sample: int
+    hardware_flops_per_sample: int
+
+    @classmethod
+    def of(cls, run: RunConfig, world_size: int) -> RunPlan:
+        """Plan ``run`` on ``world_size`` processes.
+
+        Raises:
+            UserError: the stages do not divide the world, or a batch of the ramp does not divide.
+        """
+        sections = run.megastable
+        layout = ParallelLayout.of_world(
+            world_size,
+            sections.pipeline.num_stages,
+            sections.tensor_parallel.size,
+            expected_world_size=sections.training.world_size,
+        )
+        ramp = sections.batch_rampup.ramp(run.train_micro_batch_size_per_gpu, layout.data_parallel_size)
+        phases = ramp.phases(total_samples=sections.training.total_samples, total_steps=sections.training.total_steps)
+        length = RunLength.of(phases)
+        shape = model_shape(sections.model)
+        recomputed_flops = recomputation(run).flops_per_sample(shape, shape.num_layers, holds_head=True)
+        return cls(
+            run=run,
+            layout=layout,
+            ramp=ramp,
+            phases=phases,
+            length=length,
+            lr_schedule=learning_rate_schedule(run, length),
+            cut=StageCut.of(sections.model, sections.pipeline, sections.tensor_parallel),
+            model_flops_per_sample=shape.model_flops_per_sample,
+            hardware_flops_per_sample=shape.hardware_flops_per_sample(recomputed_flops),
+        )
+
+    def learning_rate(self, applied_samples: int, batch: Batch) -> float:
+        """Learning rate of a step on ``batch`` that starts after ``applied_samples`` samples of applied updates.
+
+        The file's belongs to the ramp's final batch, whether or not the run gets there: where it stops changes nothing
+        before that.
+        """
+        exponent = BATCH_SCALING_EXPONENTS[self.run.megastable.lr_schedule.batch_scaling]
+        share = batch.global_batch_size / self.ramp.schedule.final
+        return self.lr_schedule.scaled(share**exponent).at(applied_samples)
+
+
+def learning_rate_schedule(run: RunConfig, length: RunLength) -> WarmupSchedule:
+    """The schedule of a run file on the samples that the run really takes.
+
+    A warmup or decay that ends within the last step ends where that step begins, so that it uses ``min_lr``. Any other
+    end stays where the file puts it: a longer or shorter run does not move the learning rate at a sample, and one that
+    stops before the end of its warmup or its decay does not reach ``min_lr``.
+    """
+    config, seq_length = run.megastable.lr_schedule, run.megastable.model.seq_length
+
+    def samples(amount: Amount) -> int:
+        return amount.to_samples(length.total_samples, seq_length)
+
+    def end(position: int) -> int:
+        return length.last_step_start if length.last_step_start < position <= length.total_samples else position
+
+    stable = int(DEFAULT_STABLE_SHARE * samples(config.decay)) if config.stable is None else samples(config.stable)
+    schedule = LR_SCHEDULES[config.type]
+    values: dict[str, Any] = {
+        "max_lr": run.optimizer.params.lr,
+        "min_lr": config.min_lr,
+        "warmup_samples": end(samples(config.warmup)),
+        "stable_samples": stable,
+        "end_samples": end(samples(config.decay)),
+        "step_interval_samples": samples(config.step_interval or DEFAULT_STEP_INTERVAL),
+        "step_factor": config.step_factor or DEFAULT_STEP_FACTOR,
+    }
+    return schedule(**{field.name: values[field.name] for field in fields(schedule)})
+
+
+def recomputation(run: RunConfig) -> Recomputation:
+    """What the backward passes of a run compute again."""
+    settings = run.megastable
+    return Recomputation(settings.pipeline.recomputed_kinds, head=settings.training.loss_chunk_tokens is not None)

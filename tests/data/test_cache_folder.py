@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megastable.core.errors import UserError
+from megastable.data import prepare_corpus
+from megastable.data.cache_folder import build_once
+from tests.data.data_examples import text_data, tiny_model, write_documents
+
+REPOSITORY = Path(__file__).parents[3]
+TIME_LIMIT_SECONDS = 60
+
+Worker = subprocess.Popen[str]
+
+
+def folders(cache_dir: Path) -> list[str]:
+    return [entry.suffix for entry in (cache_dir / "tokens").iterdir() if entry.is_dir()]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + TIME_LIMIT_SECONDS
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    return write_documents(tmp_path / "documents")
+
+
+@pytest.fixture
+def start(tmp_path: Path, documents: Path) -> Iterator[Callable[[], Worker]]:
+    """Starts a worker that ends its build when ``tmp_path / "release"`` exists; none outlives the test."""
+    workers: list[Worker] = []
+
+    def start_worker() -> Worker:
+        arguments = [documents, tmp_path / "cache", tmp_path / "log", tmp_path / "release"]
+        workers.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.data.corpus_worker", *map(str, arguments)],
+                cwd=REPOSITORY,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return workers[-1]
+
+    yield start_worker
+    for worker in workers:
+        worker.kill()
+        worker.communicate()
+
+
+def builders(tmp_path: Path) -> list[int]:
+    """Process ids of the workers that have built all but the end, in order."""
+    log = tmp_path / "log"
+    return [int(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def wait_until_waiting(worker: Worker) -> None:
+    assert worker.stderr is not None
+    assert "Waiting for another process" in worker.stderr.readline()
+
+
+def fingerprint_of(worker: Worker) -> str:
+    output, errors = worker.communicate(timeout=TIME_LIMIT_SECONDS)
+    assert worker.returncode == 0, errors
+    return output.strip()
+
+
+@pytest.mark.timeout(2 * TIME_LIMIT_SECONDS)
+def test_of_processes_at_once_one_builds_and_the_others_wait(
+    tmp_path: Path, documents: Path, start: Callable[[], Worker]
+) -> None:
+    workers = [start() for _ in range(3)]
+    wait_until(lambda: len(builders(tmp_path)) > 0)
+    for worker in workers:
+        if worker.pid not in builders(tmp_path):
+            wait_until_waiting(worker)
+    (tmp_path / "release").touch()
+    fingerprints = {fingerprint_of(worker) for worker in workers}
+    assert len(builders(tmp_path)) == 1
+    corpus = prepare_corpus(text_data(documents, tmp_path / "cache"), tiny_model(), show_progress=False)
+    assert fingerprints == {corpus.fingerprint}
+    assert folders(tmp_path / "cache") == [""]
+
+
+@pytest.mark.timeout(2 * TIME_LIMIT_SECONDS)
+def test_a_killed_builder_leaves_nothing_half_built_and_the_next_in_line_builds(
+    tmp_path: Path, documents: Path, start: Callable[[], Worker]
+) -> None:
+    killed = start()
+    wait_until(lambda: builders(tmp_path) == [killed.pid])
+    waiting = start()
+    wait_until_waiting(waiting)
+    assert folders(tmp_path / "cache") == [".building"]
+    killed.kill()
+    (tmp_path / "release").touch()
+    fingerprint = fingerprint_of(waiting)
+    assert builders(tmp_path) == [killed.pid, waiting.pid]
+    assert folders(tmp_path / "cache") == [""]
+    fresh = prepare_corpus(text_data(documents, tmp_path / "fresh"), tiny_model(), show_progress=False)
+    assert fingerprint == fresh.fingerprint
+
+
+def test_what_a_killed_builder_left_is_not_built_upon(tmp_path: Path) -> None:
+    (tmp_path / "target.building").mkdir()
+    (tmp_path / "target.building/stale").touch()
+    build_once(tmp_path / "target", lambda folder: (folder / "new").touch(), show_progress=False)
+    assert [entry.name for entry in (tmp_path / "target").iterdir()] == ["new"]
+
+
+def test_a_failing_build_leaves_nothing_and_the_next_one_can_build(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+
+    def fail(folder: Path) -> None:
+        (folder / "half").touch()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_once(target, fail, show_progress=False)
+    assert not target.exists()
+    assert not (tmp_path / "target.building").exists()
+    build_once(target, lambda folder: (folder / "whole").touch(), show_progress=False)
+    assert (target / "whole").exists()
+
+
+def test_what_is_there_is_not_built_again(tmp_path: Path) -> None:
+    def never(folder: Path) -> None:
+        raise AssertionError(folder)
+
+    build_once(tmp_path, never, show_progress=False)
+
+
+def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    target = tmp_path / "file/tokens/target"
+    with pytest.raises(UserError, match=rf"megastable\.data\.cache_dir: {target.parent} cannot be written"):
+        build_once(target, lambda folder: None, show_progress=False)

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import os
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, DatasetDict
+from pydantic import TypeAdapter
+
+from megastable.config import SourceConfig
+from megastable.core.errors import UserError
+from megastable.data.sources import DocumentSource, open_source
+from tests.data.data_examples import DOCUMENTS, write_documents
+
+
+def opened(**settings: Any) -> DocumentSource:
+    return open_source(TypeAdapter(SourceConfig).validate_python(settings))
+
+
+def texts_of(source: DocumentSource) -> list[str]:
+    return [source[index] for index in range(len(source))]
+
+
+def test_the_standard_library_without_other_packages_and_tests() -> None:
+    source = opened(type="stdlib")
+    texts = set(texts_of(source))
+    root = Path(sysconfig.get_path("stdlib"))
+    assert {(root / name).read_text() for name in ("argparse.py", "json/decoder.py")} <= texts
+    assert Path(pytest.__file__).read_text() not in texts
+    assert not any("class BaseTestCase" in text for text in texts)
+    assert len(texts) > 300
+
+
+def test_a_folder_is_read_in_the_order_of_its_names_without_hidden_and_empty_files(tmp_path: Path) -> None:
+    write_documents(tmp_path / ".hidden", {"a.txt": "no"})
+    write_documents(tmp_path, DOCUMENTS | {".git/config": "no", "part0/.draft": "no", "empty.txt": ""})
+    assert texts_of(opened(type="text", path=str(tmp_path))) == [DOCUMENTS[name] for name in sorted(DOCUMENTS)]
+
+
+def test_a_file_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_documents(tmp_path, {"b.txt": "b", "a.txt": "a", "c.md": "c", "deep/d.txt": "d", "odd[1].txt": "odd"})
+    assert texts_of(opened(type="text", path=str(tmp_path / "b.txt"))) == ["b"]
+    assert texts_of(opened(type="text", path=str(tmp_path / "odd[1].txt"))) == ["odd"]
+    assert texts_of(opened(type="text", path=str(tmp_path / "?.txt"))) == ["a", "b"]
+    assert texts_of(opened(type="text", path=str(tmp_path / "**/*.txt"))) == ["a", "b", "d", "odd"]
+    monkeypatch.chdir(tmp_path / "deep")
+    assert texts_of(opened(type="text", path="../*.md")) == ["c"]
+
+
+def test_the_fingerprint_follows_the_files(tmp_path: Path) -> None:
+    def fingerprint() -> str:
+        return opened(type="text", path=str(tmp_path)).fingerprint()
+
+    write_documents(tmp_path, {"a.txt": "a", "b.txt": "b"})
+    seen = [fingerprint()]
+    assert fingerprint() == seen[0]
+    (tmp_path / "a.txt").write_text("A")  # the same size
+    os.utime(tmp_path / "a.txt", ns=(0, 1))  # some file systems' clocks are too coarse for a test
+    seen.append(fingerprint())
+    (tmp_path / "a.txt").rename(tmp_path / "c.txt")
+    seen.append(fingerprint())
+    write_documents(tmp_path, {"d.txt": "d"})
+    seen.append(fingerprint())
+    assert len(set(seen)) == len(seen)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("missing", "missing does not exist; legal are a file, a folder or a glob"),
+        ("*.rst", r"\*\.rst matches no file"),
+        ("void", "void has no text"),
+        ("blank.txt", "blank.txt has no text"),
+    ],
+)
+def test_a_path_without_text(tmp_path: Path, path: str, message: str) -> None:
+    write_documents(tmp_path, {"blank.txt": ""})
+    (tmp_path / "void").mkdir()
+    with pytest.raises(UserError, match=f"megastable.data.source.path: {tmp_path}/{message}"):
+        opened(type="text", path=str(tmp_path / path))
+
+
+def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
+    write_documents(tmp_path, {"a.txt": "fine"})
+    (tmp_path / "b.bin").write_bytes(b"ok\xff\xfe")
+    source = opened(type="text", path=str(tmp_path))
+    assert source[0] == "fine"
+    with pytest.raises(UserError, match=r"b\.bin is not UTF-8 text \(byte 2\)"):
+        source[1]
+
+
+ROWS = {"text": ["one", "two", "three"], "id": [1, 2, 3]}
+
+
+def test_a_saved_dataset(tmp_path: Path) -> None:
+    Dataset.from_dict(ROWS).save_to_disk(tmp_path)
+    source = opened(type="hf", path=str(tmp_path))
+    assert texts_of(source) == ROWS["text"]
+    assert source.fingerprint() == opened(type="hf", path=str(tmp_path)).fingerprint()
+    Dataset.from_dict(ROWS | {"text": ["one", "two", "four"]}).save_to_disk(tmp_path)
+    assert source.fingerprint() != opened(type="hf", path=str(tmp_path)).fingerprint()
+
+
+def test_a_split_of_a_saved_dataset(tmp_path: Path) -> None:
+    splits = {"train": Dataset.from_dict(ROWS), "extra": Dataset.from_dict({"text": ["other"]})}
+    DatasetDict(splits).save_to_disk(tmp_path)
+    assert texts_of(opened(type="hf", path=str(tmp_path))) == ROWS["text"]
+    assert texts_of(opened(type="hf", path=str(tmp_path), split="extra")) == ["other"]
+    with pytest.raises(UserError, match="no split 'test'; its splits are train, extra"):
+        opened(type="hf", path=str(tmp_path), split="test")
+
+
+def test_what_load_dataset_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = write_documents(tmp_path / "rows", {"train.jsonl": '{"body": "one"}\n{"body": "two"}\n'})
+    assert texts_of(opened(type="hf", path=str(folder), text_column="body")) == ["one", "two"]
+    with pytest.raises(UserError, match=r"datasets cannot open .*/rows .*'train\[:0\]'.* no data"):
+        opened(type="hf", path=str(folder), text_column="body", split="train[:0]")
+    with pytest.raises(UserError, match=r"datasets cannot open .*/rows \(name None, split 'test'\)"):
+        opened(type="hf", path=str(folder), text_column="body", split="test")
+
+
+def test_a_missing_column_is_answered_with_those_there_are(tmp_path: Path) -> None:
+    Dataset.from_dict(ROWS).save_to_disk(tmp_path)
+    with pytest.raises(UserError, match=r"source\.text_column: .* no column 'body'; its columns are text, id"):
+        opened(type="hf", path=str(tmp_path), text_column="body")
+
+
+def test_a_row_that_is_not_text_is_named(tmp_path: Path) -> None:
+    Dataset.from_dict({"text": ["one", None]}).save_to_disk(tmp_path)
+    source = opened(type="hf", path=str(tmp_path))
+    with pytest.raises(UserError, match=r"row 1 of .* holds NoneType, not text"):
+        source[1]
+
+
+def test_datasets_that_are_missing_or_empty(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"datasets cannot open .*/missing"):
+        opened(type="hf", path=str(tmp_path / "missing"))
+    Dataset.from_dict({"text": []}).save_to_disk(tmp_path / "empty")
+    with pytest.raises(UserError, match=r"datasets cannot open .*/empty"):
+        opened(type="hf", path=str(tmp_path / "empty"))

@@ -1,0 +1,209 @@
+"""Reading a run folder that is being written: growth, half lines, a resume that goes back, files that are not there."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megastable.cli import run_files
+from megastable.cli.run_files import RunReader, Tail, number
+from megastable.config import load_run_file
+from megastable.core.errors import UserError
+from megastable.planning.run_plan import RunPlan
+from megastable.training.run_folder import RunFolder
+from tests.unit.cli.watch_examples import (
+    EVENTS,
+    NOW_UNIX,
+    QUICKSTART,
+    metrics_row,
+    state_of,
+    write_config,
+    write_rows,
+)
+
+
+@pytest.fixture
+def metrics(tmp_path: Path) -> Path:
+    """An empty metrics.jsonl."""
+    path = tmp_path / "metrics.jsonl"
+    path.touch()
+    return path
+
+
+def steps_in(reader: RunReader) -> list[int]:
+    """The steps that are known after another look at the files."""
+    return [row["step"] for row in reader.refresh(NOW_UNIX).steps]
+
+
+@settings(max_examples=25, deadline=None)
+@given(rows=st.lists(st.text()), cuts=st.lists(st.integers(0, 2000)))
+def test_however_a_file_grows_every_whole_line_is_read_once(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[str], cuts: list[int]
+) -> None:
+    path = tmp_path_factory.mktemp("growing") / "metrics.jsonl"
+    expected = [{"number": number, "text": text} for number, text in enumerate(rows)]
+    written = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in expected).encode()
+    tail, found = Tail(path), []
+    for end in (*sorted(cuts), len(written)):
+        path.write_bytes(written[:end])
+        new, afresh = tail.read()
+        assert not afresh
+        assert len(found) + len(new) == written[:end].count(b"\n")
+        found += new
+    assert found == expected
+
+
+def test_what_was_read_is_not_read_again(metrics: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen from the parsing: one line for every line that is new."""
+    write_rows(metrics, map(metrics_row, range(1, 101)))
+    reader = RunReader(metrics.parent)
+    reader.refresh(NOW_UNIX)
+    parsed: list[bytes] = []
+    loads = json.loads
+    monkeypatch.setattr(run_files.json, "loads", lambda line: parsed.append(line) or loads(line))
+    write_rows(metrics, [metrics_row(101)], mode="a")
+    assert steps_in(reader) == list(range(1, 102))
+    assert steps_in(reader) == list(range(1, 102))
+    assert len(parsed) == 1
+
+
+@pytest.mark.parametrize("kept", [0, 1, 5, 9, 10])
+@pytest.mark.parametrize("written_again", [0, 1, 5, 20])
+def test_a_resume_that_goes_back_is_followed(metrics: Path, kept: int, written_again: int) -> None:
+    """As a resume does it: the folder's own code cuts the file back, then the steps come again with other values."""
+    write_rows(metrics, map(metrics_row, range(1, 11)))
+    reader = RunReader(metrics.parent)
+    assert steps_in(reader) == list(range(1, 11))
+    RunFolder(metrics.parent).drop_lines_after(kept)
+    again = [metrics_row(step, loss=1.0) for step in range(kept + 1, kept + 1 + written_again)]
+    write_rows(metrics, again, mode="a")
+    assert steps_in(reader) == list(range(1, kept + 1 + written_again))
+    assert [row["loss"] for row in reader.state.steps][kept:] == [1.0] * written_again
+
+
+@pytest.mark.parametrize("kept", [0, 1, 9])
+def test_a_file_that_is_cut_in_place_is_read_from_its_beginning(metrics: Path, kept: int) -> None:
+    write_rows(metrics, map(metrics_row, range(1, 11)))
+    reader = RunReader(metrics.parent)
+    reader.refresh(NOW_UNIX)
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    os.truncate(metrics, len(b"".join(lines[:kept])))
+    assert steps_in(reader) == list(range(1, kept + 1))
+
+
+def test_steps_that_come_again_without_a_cut_replace_the_old_ones(metrics: Path) -> None:
+    write_rows(metrics, [*map(metrics_row, range(1, 11)), *map(metrics_row, range(6, 8))])
+    assert steps_in(RunReader(metrics.parent)) == list(range(1, 8))
+
+
+@pytest.mark.parametrize("extra_lines", [0, 3])
+def test_of_a_long_file_the_end_is_read(metrics: Path, monkeypatch: pytest.MonkeyPatch, extra_lines: int) -> None:
+    write_rows(metrics, map(metrics_row, range(1, 101)))
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    monkeypatch.setattr(run_files, "MOST_BYTES", len(b"".join(lines[90:])) + 1)
+    reader = RunReader(metrics.parent)
+    assert steps_in(reader) == list(range(91, 101))
+    write_rows(metrics, map(metrics_row, range(101, 101 + extra_lines)), mode="a")
+    assert steps_in(reader) == list(range(91, 101 + extra_lines))
+    write_rows(metrics, map(metrics_row, range(201, 301)), mode="a")  # more than is read at once
+    assert len(steps_in(reader)) < 20
+    assert reader.state.newest["step"] == 300
+
+
+@pytest.mark.parametrize("line", [b"", b"{", b"7", b"[]", b"null", b"\xff\xfe", b"\0\0\0", b"[" * 100_000, b'{"step":'])
+def test_a_line_that_is_no_object_is_left_out(metrics: Path, line: bytes) -> None:
+    write_rows(metrics, [metrics_row(1)])
+    with open(metrics, "ab") as file:
+        file.write(line + b"\n")
+    write_rows(metrics, [metrics_row(2)], mode="a")
+    assert steps_in(RunReader(metrics.parent)) == [1, 2]
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "1", True, [], {}])
+def test_what_is_no_finite_number_is_none(value: object) -> None:
+    assert number({"key": value}, "key") is None
+    assert number({}, "key") is None
+    assert number({"key": 0}, "key") == 0
+
+
+@pytest.mark.parametrize("files", [(), ("events.jsonl",), ("checkpoints",)])
+def test_a_folder_that_is_no_run_folder_is_refused(tmp_path: Path, files: tuple[str, ...]) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    for path in (tmp_path, tmp_path / "not_there", *(tmp_path / name for name in files)):
+        with pytest.raises(UserError, match=r"config\.json nor metrics\.jsonl"):
+            RunReader(path)
+
+
+def test_files_that_come_later_are_found_and_files_that_go_leave_what_was_read(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    reader = RunReader(tmp_path)
+    assert steps_in(reader) == []
+    assert reader.state.faults == []
+    write_rows(tmp_path / "metrics.jsonl", [metrics_row(1)])
+    write_rows(tmp_path / "events.jsonl", EVENTS)
+    assert steps_in(reader) == [1]
+    assert list(reader.state.events) == EVENTS
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert steps_in(reader) == [1]
+    assert list(reader.state.events) == EVENTS
+    assert "config.json cannot be read" in reader.state.faults[0]
+
+
+def test_a_file_that_cannot_be_read_is_a_fault_until_it_can(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    (tmp_path / "metrics.jsonl").mkdir()
+    reader = RunReader(tmp_path)
+    assert steps_in(reader) == []
+    assert reader.state.faults == ["metrics.jsonl cannot be read: Is a directory"]
+    (tmp_path / "metrics.jsonl").rmdir()
+    write_rows(tmp_path / "metrics.jsonl", [metrics_row(1)])
+    assert steps_in(reader) == [1]
+    assert reader.state.faults == []
+
+
+def test_a_config_of_another_version_is_told_and_a_new_one_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"no_such_key": 1}')
+    reader = RunReader(tmp_path)
+    state = reader.refresh(NOW_UNIX)
+    assert state.run is None
+    assert "no_such_key" in state.faults[0]
+    write_config(tmp_path)
+    assert reader.refresh(NOW_UNIX).run == load_run_file(QUICKSTART)
+    assert state.faults == []
+
+
+def test_length_and_layout_are_those_of_the_plan(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    write_rows(tmp_path / "metrics.jsonl", [metrics_row(1)])
+    plan = RunPlan.of(load_run_file(QUICKSTART), world_size=4)
+    state = state_of(tmp_path)
+    assert state.length == plan.length
+    assert state.layout == plan.layout
+
+
+def test_time_left_is_the_samples_left_at_the_recent_pace(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    slow_start = [metrics_row(step, step_seconds=1000.0) for step in range(1, 6)]
+    write_rows(tmp_path / "metrics.jsonl", [*slow_start, *map(metrics_row, range(6, 101))])
+    state = state_of(tmp_path)
+    assert state.length is not None
+    assert state.step_seconds == 0.5
+    assert state.seconds_left == pytest.approx((state.length.total_samples - 1600) / 16 * 0.5)
+
+
+def test_the_clock_of_the_watching_machine_tells_the_age_once_a_step_has_come(metrics: Path) -> None:
+    write_rows(metrics, [metrics_row(1)])
+    os.utime(metrics, (NOW_UNIX - 50, NOW_UNIX - 50))
+    reader = RunReader(metrics.parent)
+    assert reader.refresh(NOW_UNIX).newest_step_unix == NOW_UNIX - 50
+    write_rows(metrics, [metrics_row(2)], mode="a")
+    os.utime(metrics, (NOW_UNIX - 500, NOW_UNIX - 500))  # the writer's clock is behind
+    assert reader.refresh(NOW_UNIX + 10).newest_step_unix == NOW_UNIX + 10
+    assert reader.refresh(NOW_UNIX + 20).newest_step_unix == NOW_UNIX + 10

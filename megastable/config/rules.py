@@ -42,17 +42,19 @@ from megastable.config.model import (
 from megastable.config.parallelism import (
     PipelineConfig,
     TensorParallelConfig,
-    block_counts_make_the_model,
     compiled_blocks_are_whole,
-    every_stage_has_weights,
-    no_more_stages_than_layers,
     sequence_parallel_needs_tensor_ranks,
     tensor_ranks_divide_kv_heads,
     tensor_ranks_divide_the_model,
-    type_matches_a_class,
 )
 from megastable.config.reading.faults import NO_VALUE, Fault
 from megastable.config.section import Amount, Section
+from megastable.config.stages import (
+    block_counts_make_the_model,
+    every_stage_has_weights,
+    no_more_stages_than_layers,
+    type_matches_a_class,
+)
 from megastable.config.training import InitConfig, TrainingConfig, one_run_length, std_belongs_to_fixed
 from megastable.core.batch_rampup import BatchDivisionError
 from megastable.core.errors import UserError

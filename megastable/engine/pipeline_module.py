@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 from megastable.config import RunConfig
-from megastable.config.parallelism import StageCut
+from megastable.config.stages import StageCut
 from megastable.core.layout import ParallelLayout
 from megastable.engine.tensor_group import ProcessTensorGroup, make_tensor_group, mark_split_parameters
 from megastable.model.block import TransformerBlock

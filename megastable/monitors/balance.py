@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megastable.config import RunConfig
-from megastable.config.parallelism import StageCut
+from megastable.config.stages import StageCut
 from megastable.core.partition import imbalance
 from megastable.core.records import Event
 from megastable.monitors.monitor import Seen

@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megastable.config.parallelism import model_parts, model_shape
+from megastable.config.stages import model_parts, model_shape
 from megastable.core.errors import UserError
 from megastable.core.flops import BACKWARD_FORWARD_RATIO
 from megastable.core.model_parts import stage_parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megastable.config.parallelism import model_parts, model_shape
+from megastable.config.stages import model_parts, model_shape
 from megastable.core.activations import ActivationSettings, activation_bytes
 from megastable.core.batch_rampup import Batch
 from megastable.core.memory import MemoryUse, memory_use

@@ -7,7 +7,7 @@ from typing import Any
 
 from megastable.config import Amount, RunConfig
 from megastable.config.lr_schedule import DEFAULT_STABLE_SHARE, DEFAULT_STEP_FACTOR, DEFAULT_STEP_INTERVAL
-from megastable.config.parallelism import StageCut, model_shape
+from megastable.config.stages import StageCut, model_shape
 from megastable.core.batch_rampup import Batch, BatchRampup, RampPhase, RunLength
 from megastable.core.flops import Recomputation
 from megastable.core.layout import ParallelLayout

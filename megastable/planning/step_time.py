@@ -11,7 +11,7 @@ is summed and (n - 1) / n of what is gathered, at the speed of the slowest link 
 from __future__ import annotations
 
 from megastable.config import RunConfig
-from megastable.config.parallelism import model_parts, model_shape
+from megastable.config.stages import model_parts, model_shape
 from megastable.core.flops import BACKWARD_FORWARD_RATIO, ModelShape
 from megastable.core.layout import ParallelLayout
 from megastable.core.memory import NumberFormat

@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from megastable.config import PipelineConfig, RunConfig
-from megastable.config.parallelism import StageCut
 from megastable.config.run_config import differences, run_as_dict
+from megastable.config.stages import StageCut
 from megastable.core.checkpoint_folder import Manifest, newest_complete, read_manifest, step_folders
 from megastable.core.errors import UserError
 

@@ -9,7 +9,7 @@ from deepspeed.runtime.utils import partition_balanced, partition_uniform
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.config.parallelism import StageCut
+from megastable.config.stages import StageCut
 from megastable.core.partition import deepspeed_balanced, deepspeed_uniform, stage_bounds
 from megastable.model.layers import gpt_layers
 from megastable.model.tensor_parallel import OneProcess

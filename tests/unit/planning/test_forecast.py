@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.config import load_run_file, run_from_dict
-from megastable.config.parallelism import model_parts, model_shape
+from megastable.config.stages import model_parts, model_shape
 from megastable.core.devices import Device
 from megastable.core.errors import UserError
 from megastable.core.model_parts import num_parameters

@@ -5,7 +5,6 @@ The GPUs of this machine, asked of the driver's own tool: torch would take secon
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import subprocess
@@ -16,6 +15,7 @@ import psutil
 
 from megastable.config import HfSourceConfig, SourceConfig
 from megastable.core.errors import UserError
+from megastable.core.host import usable_cpus
 from megastable.planning.calibration import CalibrationFile
 from megastable.planning.preflight.review import Gpu, LocalText
 from megastable.planning.run_plan import RunPlan
@@ -24,24 +24,18 @@ GIB = 2**30
 
 
 def cpu_name() -> str:
-    """The maker's name and the number of cores that the system counts."""
+    """Return the maker's name and the number of cores that this process may use."""
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
         found = None
     name = found.group(1).strip() if found else platform.processor() or platform.machine()
-    return f"{name}, {os.cpu_count()} cores"
+    return f"{name}, {usable_cpus()} cores"
 
 
 def memory_gib_per_process(num_processes: int) -> float:
     """The machine's memory in equal shares."""
     return float(psutil.virtual_memory().total) / num_processes / GIB
-
-
-def threads_per_process(num_processes: int) -> int:
-    """As a launch of so many processes on one machine sets them; see ``engine.process_group``."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdigit() else max(1, (os.cpu_count() or 1) // num_processes)
 
 
 QUERY = ("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")

@@ -103,10 +103,11 @@ class StepRamp:
 
     def next_boundary(self, consumed_samples: int) -> int | None:
         """Return the first sample position after ``consumed_samples`` with another size; None at the final size."""
-        index = self._index(consumed_samples) + 1
-        return self.steps[index][0] if index < len(self.steps) else None
+        following = self.steps[self._index(consumed_samples) + 1 :]
+        return following[0][0] if following else None
 
     def _index(self, consumed_samples: int) -> int:
+        # From the right: a step that starts at a boundary already has the size after it.
         return bisect_right(self.steps, consumed_samples, key=lambda step: step[0]) - 1
 
 
@@ -163,7 +164,9 @@ class BatchRampup:
     def micro_batch_size_for(self, global_batch_size: int) -> int:
         """Return the samples per micro-batch and replica at ``global_batch_size``."""
         index = bisect_right(self.micro_batch_size_steps, global_batch_size, key=lambda step: step[0])
-        return self.micro_batch_size_steps[index - 1][1] if index else self.micro_batch_size
+        if index == 0:
+            return self.micro_batch_size
+        return self.micro_batch_size_steps[index - 1][1]
 
     def phases(self, *, total_samples: int | None = None, total_steps: int | None = None) -> list[RampPhase]:
         """Expand the ramp until ``total_samples`` are consumed or ``total_steps`` are done (exactly one is given).

@@ -102,6 +102,7 @@ def read_manifest(folder: Path) -> Manifest:
     version = values.pop("format_version", None) if isinstance(values, dict) else None
     if version != FORMAT_VERSION:
         raise UserError(f"{path} has format version {version}; this program reads {FORMAT_VERSION}")
+    # The keys are those of the dataclass: one too many or too few is refused by its constructor.
     try:
         manifest = Manifest(**values)
     except TypeError as error:

@@ -90,8 +90,9 @@ class Launch:
     def _of_slurm(cls, environment: Mapping[str, str]) -> Launch:
         """Read the variables of ``srun``, which starts one task for every process."""
         world_size = _number(environment, "SLURM_NTASKS")
-        # A step may use fewer nodes than its job.
-        nodes_name = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in environment else "SLURM_JOB_NUM_NODES"
+        # A step may use fewer nodes than its job; outside of a step only the job's are known.
+        in_step = "SLURM_STEP_NUM_NODES" in environment
+        nodes_name = "SLURM_STEP_NUM_NODES" if in_step else "SLURM_JOB_NUM_NODES"
         num_nodes = _number(environment, nodes_name, 1)
         if world_size % num_nodes:
             raise UserError(

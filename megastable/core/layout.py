@@ -43,10 +43,12 @@ class ParallelLayout:
         if world_size % replica:
             lower = world_size // replica * replica
             upper = lower + replica
+            # Fewer processes than one replica have no smaller neighbour.
+            legal = f"{lower} or {upper}" if lower else f"{upper}"
             raise UserError(
                 f"The world size {world_size} is not megastable.pipeline.num_stages ({num_stages}) x "
                 f"megastable.tensor_parallel.size ({tensor_parallel_size}) x a whole number of data-parallel replicas. "
-                f"Launch {f'{lower} or ' if lower else ''}{upper} processes, or choose stages and tensor size whose "
+                f"Launch {legal} processes, or choose stages and tensor size whose "
                 f"product divides {world_size}."
             )
         return cls(num_stages, world_size // replica, tensor_parallel_size)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from megastable.config import HfSourceConfig, SourceConfig
+from megastable.config import SourceConfig
 from megastable.core.errors import UserError
 from megastable.core.host import usable_cpus
 from megastable.planning.calibration import CalibrationFile
@@ -66,17 +66,17 @@ def _read_line(line: str) -> Gpu | None:
 
 
 def look_at_text(source: SourceConfig) -> LocalText | None:
-    """Count the files and bytes of a source of text files; None for other sources, which might need a download."""
-    if isinstance(source, HfSourceConfig):
-        return None
-    from megastable.data.sources import TextFiles, open_source  # loads numpy
+    """Count the documents and bytes of a source; None where that takes a download or reading all of it."""
+    from megastable.data.sources import SOURCES, open_source  # loads numpy
 
+    if SOURCES[source.type].may_download:
+        return None
     try:
-        files = open_source(source)
+        documents = open_source(source)
+        num_bytes = documents.num_bytes()
     except UserError as error:
         return LocalText(0, 0, fault=str(error))
-    assert isinstance(files, TextFiles)
-    return LocalText(len(files), files.num_bytes())
+    return None if num_bytes is None else LocalText(len(documents), num_bytes)
 
 
 def probe_this_cpu(plan: RunPlan) -> CalibrationFile:

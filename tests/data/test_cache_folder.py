@@ -13,7 +13,7 @@ from megastable.data import prepare_corpus
 from megastable.data.cache_folder import build_once
 from tests.data.data_examples import text_data, tiny_model, write_documents
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[2]
 TIME_LIMIT_SECONDS = 60
 
 Worker = subprocess.Popen[str]

@@ -155,11 +155,11 @@ def test_next_boundary_is_the_first_position_with_another_size(schedule: GlobalB
 @quick
 @given(st.one_of(linear_ramps(), step_ramps()))
 def test_sizes_never_fall_nor_pass_the_final_one(schedule: GlobalBatchSchedule) -> None:
-    first, final = (
-        (schedule.start, schedule.final)
-        if isinstance(schedule, LinearRamp)
-        else (schedule.steps[0][1], schedule.steps[-1][1])
-    )
+    if isinstance(schedule, LinearRamp):
+        first, final = schedule.start, schedule.final
+    else:
+        assert isinstance(schedule, StepRamp)
+        first, final = schedule.steps[0][1], schedule.steps[-1][1]
     sizes = [schedule.at(consumed) for consumed in range(0, 3000, 11)]
     assert sizes[0] == first
     assert all(before <= after for before, after in itertools.pairwise(sizes))

@@ -68,7 +68,11 @@ def damage_manifest(change: Callable[[Any], Any]) -> Callable[[Path], None]:
 
 def damage_text(text: str) -> Callable[[Path], None]:
     """Write ``text`` in the manifest's place."""
-    return lambda folder: (folder / MANIFEST_NAME).write_text(text) and None
+
+    def damage(folder: Path) -> None:
+        (folder / MANIFEST_NAME).write_text(text)
+
+    return damage
 
 
 # Kind of damage -> how it is done, and what the message names.

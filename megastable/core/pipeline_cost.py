@@ -101,12 +101,14 @@ def pipeline_seconds(passes: PassSeconds, num_microbatches: int) -> float:
     Once the pipeline runs steadily, a further micro-batch adds what the slowest stage needs for it, so a long step is
     played only until that is so. The nearer the other stages are to the slowest, the later it becomes steady.
     """
+    # With no more micro-batches than stages, the pipeline does not even fill.
     played = len(passes.forward) + 1
     while played < num_microbatches:
         seconds = simulate(passes, played)
         added = seconds - simulate(passes, played - 1)
         if abs(added - passes.slowest_stage) <= STEADY_TOLERANCE * passes.slowest_stage:
             return seconds + (num_microbatches - played) * passes.slowest_stage
+        # Doubled, so that however late it becomes steady, at most about twice the passes needed for that are played.
         played *= 2
     return simulate(passes, num_microbatches)
 

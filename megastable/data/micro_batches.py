@@ -79,11 +79,12 @@ def _share(
     import torch
 
     num_dealt = len(samples) // micro_batch_size
+    # Of the whole batch, also of rows that other replicas read: the denominator is the same on all of them.
     valid_tokens = sum(dataset.valid_tokens(sample) for sample in samples if sample is not None)
     for dealt in range(replica, num_dealt, num_replicas):
         own = samples[dealt * micro_batch_size : (dealt + 1) * micro_batch_size]
         rows = [dataset.padding_sample() if sample is None else dataset[sample] for sample in own]
         input_ids = torch.from_numpy(np.stack([ids for ids, _ in rows]))  # (micro-batch, seq)
         labels = torch.from_numpy(np.stack([row_labels for _, row_labels in rows]))  # (micro-batch, seq)
-        # A tensor of its own for each item: whoever moves or changes one must not change the others.
+        # A new tensor for each item: a caller that changes one in place must not change the others.
         yield input_ids, (labels, torch.tensor(valid_tokens / num_dealt, dtype=torch.float32))

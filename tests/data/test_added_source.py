@@ -30,7 +30,7 @@ def added() -> Iterator[None]:
 
 
 def run_file(tmp_path: Path, **source: Any) -> Path:
-    """The quickstart on numbers."""
+    """Write the quickstart on numbers."""
     settings = json.loads(QUICKSTART.read_text())
     settings["megastable"]["data"] = {
         "source": {"type": "counting"} | source,

@@ -27,7 +27,7 @@ def _added() -> Iterator[None]:
 
 
 def run_file(tmp_path: Path, documents: Path, **tokenizer: Any) -> Path:
-    """The quickstart on the lengths of words."""
+    """Write the quickstart on the lengths of words."""
     settings = json.loads(QUICKSTART.read_text())
     settings["megastable"]["data"] = {
         "source": {"type": "text", "path": str(documents)},

@@ -41,6 +41,7 @@ from stock_deepspeed import StockDeepSpeed
 from trainers import PEERS, Trainer
 
 from megastable.core.errors import UserError
+from megastable.core.host import usable_cpus
 from megastable.core.launch import Launch
 from megastable.engine.process_group import connected
 
@@ -134,7 +135,7 @@ def hardware() -> dict[str, Any]:
     facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     return {
         "cpu": facts.get("model name", "an unknown processor"),
-        "cores": os.cpu_count(),
+        "cores": usable_cpus(),
         "bf16": " ".join(flag for flag in ("avx512_bf16", "amx_bf16") if flag in facts.get("flags", "").split()),
         "load": os.getloadavg()[0],
         "torch": torch.__version__,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megastable.core.errors import UserError
+from megastable.core.run_paths import RunPaths
 
 
 def plot_run(run_dir: Path, output: Path) -> None:
@@ -16,7 +17,7 @@ def plot_run(run_dir: Path, output: Path) -> None:
         UserError: there are no metrics, or matplotlib is not installed.
     """
     figure = empty_figure()
-    rows = read_metrics(run_dir / "metrics.jsonl")
+    rows = read_metrics(RunPaths(run_dir).metrics)
     samples = [row["consumed_samples"] for row in rows]
     evaluations = [(row["consumed_samples"], row["eval_loss"]) for row in rows if "eval_loss" in row]
 

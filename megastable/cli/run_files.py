@@ -17,6 +17,7 @@ from megastable.config import RunConfig, load_run_file
 from megastable.core.batch_rampup import RunLength
 from megastable.core.errors import UserError
 from megastable.core.layout import ParallelLayout
+from megastable.core.run_paths import RunPaths
 
 Row = dict[str, Any]
 """One line of metrics.jsonl or events.jsonl."""
@@ -28,7 +29,6 @@ KEPT_STEPS = 4000
 KEPT_EVENTS = 50
 PACE_STEPS = 20
 """Steps from which the step time and the time left are told."""
-RUN_FILES = ("config.json", "metrics.jsonl")
 
 
 def number(row: Row, key: str) -> float | None:
@@ -164,14 +164,15 @@ class RunReader:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        if not any(os.path.isfile(run_dir / name) for name in RUN_FILES):
+        paths = RunPaths(run_dir)
+        if not (os.path.isfile(paths.config) or os.path.isfile(paths.metrics)):
             raise UserError(
-                f"{run_dir} is no run folder: it has neither {' nor '.join(RUN_FILES)}. Name the folder that a run "
-                "writes, e.g. runs/quickstart"
+                f"{run_dir} is no run folder: it has neither {paths.config.name} nor {paths.metrics.name}. Name the "
+                "folder that a run writes, e.g. runs/quickstart"
             )
         self.state = RunState(run_dir)
-        self._config, self._config_version, self._config_fault = run_dir / "config.json", (0, 0), ""
-        self._metrics, self._events = Tail(run_dir / "metrics.jsonl"), Tail(run_dir / "events.jsonl")
+        self._config, self._config_version, self._config_fault = paths.config, (0, 0), ""
+        self._metrics, self._events = Tail(paths.metrics), Tail(paths.events)
 
     def refresh(self, now_unix: float) -> RunState:
         """Read what is new."""
@@ -207,7 +208,7 @@ class RunReader:
                 self.state.length = _planned_length(self.state.run)
                 self._config_fault = ""
         except OSError as error:
-            self._config_fault = f"config.json cannot be read: {error.strerror}"
+            self._config_fault = f"{self._config.name} cannot be read: {error.strerror}"
         except UserError as error:  # a run of another version of this program
             self._config_fault = str(error).replace(str(self._config), self._config.name)
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megastable.config import RunConfig
+from megastable.core.host import threads_per_process, usable_cpus
 from megastable.core.partition import LAYERS_AT_EACH_END
 from megastable.core.pipeline_cost import StageTime
 from megastable.engine.host_memory import keep_freed_memory
@@ -42,7 +43,7 @@ from megastable.planning.measured_cost import (
     probed_sizes,
 )
 from megastable.planning.run_plan import RunPlan
-from megastable.training.host import cpu_name, memory_gib_per_process, threads_per_process
+from megastable.training.host import cpu_name, memory_gib_per_process
 
 PROBE_SECONDS = 10.0
 LEAST_ROUNDS = 2
@@ -54,8 +55,8 @@ UPDATED_WEIGHTS = 4_000_000
 
 def probe(plan: RunPlan, seconds: float = PROBE_SECONDS) -> CalibrationFile:
     """Measure this machine for a planned run."""
-    threads = threads_per_process(plan.layout.world_size)
-    together = min(plan.layout.world_size, os.cpu_count() or 1)
+    threads = threads_per_process(plan.layout.world_size, os.environ)
+    together = min(plan.layout.world_size, usable_cpus())
     sizes = probed_sizes(planned_sizes(plan))
     context = multiprocessing.get_context("spawn")
     start = context.Barrier(together)

@@ -5,7 +5,6 @@ The GPUs of this machine, asked of the driver's own tool: torch would take secon
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import subprocess
@@ -14,8 +13,9 @@ from pathlib import Path
 
 import psutil
 
-from megastable.config import HfSourceConfig, SourceConfig
+from megastable.config import SourceConfig
 from megastable.core.errors import UserError
+from megastable.core.host import usable_cpus
 from megastable.planning.calibration import CalibrationFile
 from megastable.planning.preflight.review import Gpu, LocalText
 from megastable.planning.run_plan import RunPlan
@@ -24,24 +24,18 @@ GIB = 2**30
 
 
 def cpu_name() -> str:
-    """The maker's name and the number of cores that the system counts."""
+    """Return the maker's name and the number of cores that this process may use."""
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
         found = None
     name = found.group(1).strip() if found else platform.processor() or platform.machine()
-    return f"{name}, {os.cpu_count()} cores"
+    return f"{name}, {usable_cpus()} cores"
 
 
 def memory_gib_per_process(num_processes: int) -> float:
     """The machine's memory in equal shares."""
     return float(psutil.virtual_memory().total) / num_processes / GIB
-
-
-def threads_per_process(num_processes: int) -> int:
-    """As a launch of so many processes on one machine sets them; see ``engine.process_group``."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdigit() else max(1, (os.cpu_count() or 1) // num_processes)
 
 
 QUERY = ("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
@@ -72,17 +66,17 @@ def _read_line(line: str) -> Gpu | None:
 
 
 def look_at_text(source: SourceConfig) -> LocalText | None:
-    """Count the files and bytes of a source of text files; None for other sources, which might need a download."""
-    if isinstance(source, HfSourceConfig):
-        return None
-    from megastable.data.sources import TextFiles, open_source  # loads numpy
+    """Count the documents and bytes of a source; None where that takes a download or reading all of it."""
+    from megastable.data.sources import SOURCES, open_source  # loads numpy
 
+    if SOURCES[source.type].may_download:
+        return None
     try:
-        files = open_source(source)
+        documents = open_source(source)
+        num_bytes = documents.num_bytes()
     except UserError as error:
         return LocalText(0, 0, fault=str(error))
-    assert isinstance(files, TextFiles)
-    return LocalText(len(files), files.num_bytes())
+    return None if num_bytes is None else LocalText(len(documents), num_bytes)
 
 
 def probe_this_cpu(plan: RunPlan) -> CalibrationFile:

@@ -15,6 +15,7 @@ from megastable.config.run_config import differences, run_as_dict
 from megastable.config.stages import StageCut
 from megastable.core.checkpoint_folder import Manifest, newest_complete, read_manifest, step_folders
 from megastable.core.errors import UserError
+from megastable.core.run_paths import RunPaths
 
 # What a checkpoint's weights, optimizer and data position mean depends on these; another value is another run.
 FIXED_KEYS = (
@@ -35,15 +36,8 @@ FREE_KEYS = ("megastable.model.compile",)
 PARTITION = "megastable.pipeline.partition"
 
 
-class RunFolder:
+class RunFolder(RunPaths):
     """``config.json``, ``metrics.jsonl`` and ``checkpoints/`` of one run. Written by rank 0 only."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.config = path / "config.json"
-        self.metrics = path / "metrics.jsonl"
-        self.events = path / "events.jsonl"
-        self.checkpoints = path / "checkpoints"
 
     def check_unused(self) -> None:
         """Refuse to write a new run over an old one.

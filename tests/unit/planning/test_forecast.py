@@ -14,8 +14,8 @@ from megastable.config.stages import model_parts, model_shape
 from megastable.core.devices import Device
 from megastable.core.errors import UserError
 from megastable.core.model_parts import num_parameters
+from megastable.planning.data_sheet_cost import Machine
 from megastable.planning.forecast import forecast
-from megastable.planning.machine import Machine
 from megastable.planning.micro_batches import load_plan
 from megastable.planning.run_plan import RunPlan
 from megastable.planning.search import MICRO_BATCH_SIZES, search_layouts

@@ -13,9 +13,9 @@ from megastable.planning.measured_cost import (
     FIRST,
     LAST,
     Probe,
-    cost_of,
     mean_probe,
     planned_sizes,
+    probed_cost,
     probed_sizes,
 )
 from tests.unit.planning.plan_examples import plan_of
@@ -39,7 +39,7 @@ PROBE = Probe(
 
 def cost(world_size: int, **changes: Any) -> PipelineCost:
     """Of the tiny run: four blocks."""
-    return cost_of(plan_of(world_size, **changes), PROBE)
+    return probed_cost(plan_of(world_size, **changes), PROBE)
 
 
 def test_every_stage_has_its_blocks_and_its_ends() -> None:
@@ -63,7 +63,7 @@ def test_tensor_ranks_share_the_work() -> None:
 
 
 def test_the_update_is_shared_by_replicas_which_sum_their_gradients() -> None:
-    alone, shared = cost(1), cost_of(plan_of(2), replace(PROBE, copy_seconds=0.0))
+    alone, shared = cost(1), probed_cost(plan_of(2), replace(PROBE, copy_seconds=0.0))
     assert shared.fixed_seconds == alone.fixed_seconds / 2
     assert cost(2).fixed_seconds > shared.fixed_seconds
 

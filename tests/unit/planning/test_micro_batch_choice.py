@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from megastable.core.batch_rampup import Batch, BatchRampup, LinearRamp, StepRamp, global_batch_sizes
 from megastable.core.errors import UserError
+from megastable.core.memory import GIB
 from megastable.core.pipeline_cost import MicroBatchTime, PipelineCost, StageTime
-from megastable.planning.micro_batches import GIB, MicroBatchChoice
+from megastable.planning.micro_batches import MicroBatchChoice
 
 quick = settings(max_examples=25, deadline=None)
 seconds = st.floats(0, 1)

@@ -17,7 +17,7 @@ from megastable.config.run_config import run_as_dict
 from megastable.core.checkpoint_folder import Manifest
 from megastable.core.devices import DEVICES, Device
 from megastable.core.errors import UserError
-from megastable.planning.machine import Machine
+from megastable.planning.data_sheet_cost import Machine
 from megastable.planning.memory import stage_memory
 from megastable.planning.micro_batches import load_plan, with_chosen_micro_batches, with_recorded_micro_batches
 from megastable.planning.preflight.preflight import preflight

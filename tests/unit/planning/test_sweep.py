@@ -20,8 +20,8 @@ from megastable.cli.sweep import (
 from megastable.core.errors import UserError
 from megastable.core.pipeline_cost import StageTime
 from megastable.planning.calibration import Calibration, read_calibration_file
+from megastable.planning.data_sheet_cost import relative_cost
 from megastable.planning.run_plan import RunPlan
-from megastable.planning.step_time import relative_cost
 from megastable.planning.sweep import SweepReport, as_section, measured_sweep, planned_sweep, work_of
 from tests.unit.cli.test_cli import PNG
 from tests.unit.planning.calibration_examples import SIZES, cost_of_stages, file_of, made_seconds

@@ -234,7 +234,7 @@ CASES = (
         (ramp(128, 512, 10**5),),
     ),
     Case(
-        "chosen_micro_batches_are_told",
+        "chosen_micro_batches_are_shown",
         (
             "train_micro_batch_size_per_gpu=1",
             f"{M}.batch_rampup.micro_batch_size=auto",

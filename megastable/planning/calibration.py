@@ -24,6 +24,7 @@ from megastable.planning.throughput import SweepRow
 
 FORMAT: Literal["megastable calibration"] = "megastable calibration"
 VERSION: Literal[1] = 1
+# Of fp16 and bf16 only whether they are on: the keys of a loss scale, or of a clip norm, cost no time.
 TIMED_KEYS = (
     "megastable.model",
     "megastable.pipeline",
@@ -79,6 +80,7 @@ class CalibrationFile(Section):
     @classmethod
     def _possible(cls, cost: PipelineCost) -> PipelineCost:
         """Refuse times that would make a simulated step run backwards, or take none."""
+        # A pass without time would be divided by where shares of the stages are taken.
         passes = [line for stage in cost.stages for line in (stage.forward, stage.backward)]
         parts = [part for line in (*passes, cost.transfer) for part in (line.seconds, line.seconds_per_sample)]
         if min(*parts, cost.fixed_seconds) < 0 or any(line.at(1) == 0 for line in passes):
@@ -91,6 +93,7 @@ class CalibrationFile(Section):
         Raises:
             UserError: it is there already, or cannot be written.
         """
+        # Checked before the measuring as well, but others may have written in the meantime.
         check_new(path)
         try:
             path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
@@ -165,9 +168,12 @@ def read_calibration_file(path: Path) -> CalibrationFile:
         )
     if values.get("version") != VERSION:
         raise UserError(f"{path}: is version {values.get('version')} of the format, this megastable reads {VERSION}")
+    # From the text, not from the values: sections are strict, and only in JSON may a list stand for a tuple.
     try:
         return CalibrationFile.model_validate_json(text)
     except ValidationError as error:
+        # The first fault is enough: people do not write these files, so a faulty one is measured anew rather than
+        # mended.
         fault = error.errors()[0]
         where = ".".join(map(str, fault["loc"]))
         raise UserError(f"{path}: {where}: {fault['msg']}") from error
@@ -197,6 +203,7 @@ def load_calibration(path: Path, plan: RunPlan) -> Calibration:
 def calibration_of(file: CalibrationFile, plan: RunPlan, name: str) -> Calibration:
     """Return what a file that fits the plan says of it, with a warning where its number of replicas differs."""
     source = f"{name}, a {file.method} on {file.device}"
+    # Replicas change no pass, which is most of a step, so that a measurement on few devices serves a plan for many.
     measured = file.data_parallel_size
     planned = plan.layout.data_parallel_size
     if measured != planned:

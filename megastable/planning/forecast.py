@@ -53,6 +53,7 @@ class Basis:
             UserError: the options exclude each other, the device is unknown, or a file is refused.
         """
         has_figures = peak_tflops is not None or memory_gib is not None
+        # A CPU that is described by figures is a data sheet like any other.
         measures_now = device is not None and device.lower() == CPU and not has_figures
         # Faults of the options come before the measuring, which takes ten seconds.
         if save_calibration is not None:
@@ -210,6 +211,7 @@ def phase_speed(plan: RunPlan, phase: RampPhase, cost: PipelineCost) -> PhaseSpe
     def tflops(flops_per_sample: int) -> float:
         return tflops_per_device(flops_per_sample, batch.global_batch_size, seconds, plan.layout.world_size)
 
+    # Papers publish either of the two rates, so that both are needed to compare with them.
     return PhaseSpeed(
         step_seconds=seconds,
         tflops_per_device=tflops(plan.model_flops_per_sample),
@@ -222,6 +224,7 @@ def _forecast_phase(plan: RunPlan, phase: RampPhase, shares: PipelineCost, cost:
     batch = phase.batch
     return PhaseForecast(
         phase=phase,
+        # The textbook's figure beside that of the real stages: their difference is what a better cut could win.
         bubble=bubble(plan.layout.num_stages, batch.num_microbatches),
         idle_share=shares.idle_share(batch.micro_batch_size, batch.num_microbatches),
         speed=phase_speed(plan, phase, cost) if cost else None,

@@ -85,6 +85,7 @@ def calibrate_unequal(steps: Sequence[MeasuredStep], work: PipelineCost) -> Pipe
     shares = _shares_of_slowest(work)
     found = _fit_to_ones([_relative_row(step, shares) for step in steps], costs)
 
+    # What was left out of the fit costs nothing.
     slowest = MicroBatchTime(found.get(PER_MICRO_BATCH, 0.0), found.get(PER_SAMPLE, 0.0))
     stages = tuple(
         StageTime(_scaled(slowest, stage.forward.at(1)), _scaled(slowest, stage.backward.at(1)))
@@ -213,6 +214,7 @@ def probed_sizes(planned: set[int]) -> list[int]:
     if len(planned) > 1:
         return sorted(planned)
     (size,) = planned
+    # Half the size is cheaper to measure than twice it; only 1 has no half.
     neighbour = size // 2 or 2
     return sorted({size, neighbour})
 
@@ -225,6 +227,7 @@ def mean_probe(probes: Sequence[Probe]) -> Probe:
             statistics.mean(line.seconds for line in lines), statistics.mean(line.seconds_per_sample for line in lines)
         )
 
+    # They share the memory's bandwidth as the processes of a run do, and none of them stands for a stage of its own.
     passes = {}
     for name in probes[0].passes:
         forward = mean_line([probe.passes[name].forward for probe in probes])
@@ -244,6 +247,7 @@ def probed_cost(plan: RunPlan, probe: Probe) -> PipelineCost:
     for stage in plan.cut.stages:
         counts = {FIRST: int(stage.is_first), BLOCK: stage.num_blocks, LAST: int(stage.is_last)}
         stages.append(_stage_time(plan, counts, probe))
+        # Under ZeRO-1 each replica updates its share of the stage's weights and gathers the others.
         share = plan.stage_parameters(stage) / plan.layout.data_parallel_size
         sent = update_bytes_sent(plan, stage)
         fixed.append(share * probe.update_seconds + sent * COPIES_OF_A_MESSAGE * probe.copy_seconds)

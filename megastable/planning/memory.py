@@ -44,6 +44,7 @@ def _memory_of_stage(
         )
         for size, num_microbatches in most_of_size.items()
     )
+    # Stages differ in weights as well: the first and last hold an embedding each, tied or not.
     num_parameters = plan.stage_parameters(stage)
     return memory_use(
         number_format(run),

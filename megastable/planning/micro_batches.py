@@ -134,6 +134,7 @@ def with_chosen_micro_batches(run: RunConfig, world_size: int) -> RunConfig:
     def needed_bytes(batch: Batch) -> float:
         return max(use.total for use in stage_memory(plan, calibration.on_cpu, [batch]))
 
+    # Where the memory is not known, no split can be refused for it.
     usable_bytes = math.inf if calibration.usable_bytes is None else calibration.usable_bytes
     choice = MicroBatchChoice(replicas, calibration.cost, needed_bytes, usable_bytes)
     # The plan has found that all batches within the run divide; a later one may be of a ramp that never runs to its
@@ -156,6 +157,7 @@ def with_recorded_micro_batches(run: RunConfig, recorded: dict[str, Any]) -> Run
         return run
     chosen = _with_sizes(run, tuple((start, size) for start, size in sizes))
     for size in global_batch_sizes(ramp.schedule()):
+        # Asked without a layout, which is not known here: RunPlan.of checks the division by the replicas.
         micro_batch_size = chosen.megastable.batch_rampup.ramp(1, 1).micro_batch_size_for(size)
         if size % micro_batch_size:
             raise UserError(
@@ -168,6 +170,7 @@ def with_recorded_micro_batches(run: RunConfig, recorded: dict[str, Any]) -> Run
 
 def describe_choice(plan: RunPlan) -> str:
     """Describe the chosen sizes: the run's batches at which the size differs from the one before, and their splits."""
+    # A ramp of a hundred batches has few sizes, so that only the changes are worth a line.
     batches = [phase.batch for phase in plan.phases]
     changes = [batch for old, batch in pairwise(batches) if batch.micro_batch_size != old.micro_batch_size]
     splits = [
@@ -193,6 +196,7 @@ def _calibration(plan: RunPlan) -> Calibration:
     """
     name = plan.run.megastable.batch_rampup.calibration
     assert name is not None
+    # A device's name comes first: a file of that name can still be given as ./A100.
     if is_data_sheet(name):
         machine = Machine.of(name)
         assert machine is not None
@@ -204,6 +208,7 @@ def _calibration(plan: RunPlan) -> Calibration:
 
 
 def _with_sizes(run: RunConfig, sizes: tuple[tuple[int, int], ...]) -> RunConfig:
+    # model_copy skips the rules of a run file; the callers have made sure that the sizes divide.
     settings = run.megastable
     ramp = settings.batch_rampup.model_copy(update={"chosen_micro_batch_sizes": sizes})
     return run.model_copy(update={"megastable": settings.model_copy(update={"batch_rampup": ramp})})

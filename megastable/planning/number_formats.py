@@ -43,13 +43,14 @@ def communication_bytes(run: RunConfig) -> int:
     """Return the bytes of one gradient on its way between replicas; ``engine.deepspeed_config`` sets its format."""
     travels_in = run.communication_data_type
     if travels_in is None:
-        # Sums in fp32 are not narrowed to be sent: that would lose what they were kept in fp32 for.
+        # Sums in fp32 are not rounded to 16 bits to be sent: that would lose what they were kept in fp32 for.
         travels_in = "fp32" if sums_format(run) == "fp32" else run.number_format
     return BYTES[travels_in]
 
 
 def stream_bytes(plan: RunPlan) -> int:
     """Return the bytes of the residual stream of one sample: the message between two stages."""
+    # Activations are in the format of the weights; the gradient that comes back has the same shape and format.
     model = plan.run.megastable.model
     return model.seq_length * model.hidden_size * number_format(plan.run).weight_bytes
 
@@ -60,6 +61,7 @@ def update_bytes_sent(plan: RunPlan, stage: StageLayers) -> float:
     A ring of n replicas sends 2 (n - 1) / n of the gradients to sum them, and (n - 1) / n of the weights to gather the
     updated shares.
     """
+    # The update itself is of fp32 master weights, but what is gathered are the weights that the passes use.
     replicas = plan.layout.data_parallel_size
     bytes_per_weight = 2 * communication_bytes(plan.run) + number_format(plan.run).weight_bytes
     return (replicas - 1) / replicas * plan.stage_parameters(stage) * bytes_per_weight

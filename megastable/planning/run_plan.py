@@ -47,6 +47,7 @@ class RunPlan:
         ramp = sections.batch_rampup.ramp(run.train_micro_batch_size_per_gpu, layout.data_parallel_size)
         phases = ramp.phases(total_samples=sections.training.total_samples, total_steps=sections.training.total_steps)
         length = RunLength.of(phases)
+        # Operations of the whole model, whatever its cut: a speed per device divides them by all devices.
         shape = model_shape(sections.model)
         recomputed_flops = recomputation(run).flops_per_sample(shape, shape.num_layers, holds_head=True)
         return cls(
@@ -68,6 +69,7 @@ class RunPlan:
         stops changes nothing before that.
         """
         exponent = BATCH_SCALING_EXPONENTS[self.run.megastable.lr_schedule.batch_scaling]
+        # Only the peak is scaled, and not below min_lr, so that the last steps reach the file's min_lr all the same.
         share = batch.global_batch_size / self.ramp.schedule.final
         return self.lr_schedule.scaled(share**exponent).at(applied_samples)
 
@@ -95,6 +97,7 @@ def learning_rate_schedule(run: RunConfig, length: RunLength) -> WarmupSchedule:
         within_last_step = length.last_step_start < position <= length.total_samples
         return length.last_step_start if within_last_step else position
 
+    # Schedules without a stable part do not read it, so that a share of the decay is a harmless default for them.
     default_stable = int(DEFAULT_STABLE_SHARE * samples(config.decay))
     values: dict[str, Any] = {
         "max_lr": run.optimizer.params.lr,
@@ -145,4 +148,5 @@ def number_of_devices(run: RunConfig, asked: int | None) -> tuple[int, bool]:
 
 def fewest_devices(run: RunConfig) -> int:
     """Return the devices of one replica: all stages, with all their tensor ranks."""
+    # Any other number of devices is a multiple of it, so that none is legal without this one.
     return run.megastable.pipeline.num_stages * run.megastable.tensor_parallel.size

@@ -18,6 +18,7 @@ from megastable.planning.run_plan import RunPlan
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 START_FACTORS = (1, 2, 4)
 """Starts of the ramp that are tried, as multiples of the file's."""
+# With a size for every batch there would be too many candidates to try them all.
 SAME_SIZE_AT_EVERY_BATCH: dict[str, Any] = {
     "micro_batch_size_steps": (),
     "micro_batch_size": None,
@@ -101,6 +102,7 @@ def _global_batch_sizes(run: RunConfig, start: int | None) -> list[int]:
 def _layouts(run: RunConfig, devices: int) -> Iterator[list[Candidate]]:
     """List all that can be varied, for every way to share the devices among stages, replicas and tensor ranks."""
     starts = _ramp_starts(run)
+    # Stages and tensor ranks of a replica must divide the devices; replicas take what is left.
     for stages in _divisors(devices):
         for tensor in _divisors(devices // stages):
             replicas = devices // stages // tensor
@@ -114,6 +116,7 @@ def _divisors(number: int) -> list[int]:
 
 def _refusal(run: RunConfig, candidate: Candidate) -> str | None:
     """Say why the rules of a run file refuse this layout of stages and tensor ranks, whatever its batches."""
+    # Through plain values, as from a user's file: a copy of the model would skip the rules.
     values = _run_of(run, candidate).model_dump(mode="json", by_alias=True, exclude_none=True)
     try:
         run_from_dict(values)
@@ -137,6 +140,7 @@ def _indivisible(candidate: Candidate, sizes: Sequence[int]) -> str | None:
 def _judge(run: RunConfig, devices: int, machine: Machine, candidate: Candidate) -> Candidate:
     """Fill in the memory of a legal candidate, and its time, or that it does not fit."""
     plan = RunPlan.of(_run_of(run, candidate), devices)
+    # Memory first: it is cheaper than playing every phase of a ramp, and rules out many candidates.
     totals = [use.total for use in stage_memory(plan, machine.on_cpu)]
     needed = max(totals)
     usable = machine.device.usable_bytes

@@ -50,6 +50,7 @@ class SweepReport:
 
 def planned_sweep(plan: RunPlan, batches: Sequence[Batch], share: float, cost: PipelineCost | None) -> SweepReport:
     """Report batches of which nothing was measured; their steps are predicted where a cost is known."""
+    # Without a cost there are no speeds either, and nothing can be recommended.
     work = work_of(plan)
     rows = [planned_row(batch, work, cost) for batch in batches]
     speeds = {
@@ -77,6 +78,7 @@ def measured_sweep(plan: RunPlan, seconds: Mapping[Batch, Sequence[float]], shar
 
 def fitted_cost(plan: RunPlan, steps: Mapping[Batch, StepSeconds]) -> PipelineCost:
     """Fit the costs to the medians; the stages share them by their operations."""
+    # A median leaves out the one step that another process of the machine has slowed.
     measured = [
         MeasuredStep(batch.micro_batch_size, batch.num_microbatches, took.median) for batch, took in steps.items()
     ]

@@ -147,6 +147,7 @@ def calibration_half(batches: Sequence[Batch]) -> list[Batch]:
     They are, of every micro-batch size, every other global batch from the smallest on. Where that leaves fewer than two
     they are all points, and no point is left to check on.
     """
+    # From the smallest on, so that the fit has the end where the fixed cost weighs most; every size, for its slope.
     ordered = sorted(batches, key=lambda batch: (batch.micro_batch_size, batch.global_batch_size))
     groups = (list(group) for _, group in groupby(ordered, key=lambda batch: batch.micro_batch_size))
     half = [batch for group in groups for batch in group[::2]]
@@ -184,6 +185,7 @@ def measured_row(
         calibrated_on: the latter have seen this batch.
     """
     row = planned_row(batch, work, fitted_to_half)
+    # Without bubble, all replicas finish a micro-batch each time the slowest stage has done both its passes.
     samples_per_slot = work.data_parallel_size * batch.micro_batch_size
     peak = samples_per_slot / fitted_to_all.passes(batch.micro_batch_size).slowest_stage
 
@@ -221,6 +223,7 @@ def recommended_start(speeds: Mapping[Batch, float], share: float) -> Batch | No
     """
     if not speeds:
         return None
+    # Of equal global batches the fastest split comes first.
     enough = share * max(speeds.values())
     return min(
         (batch for batch, speed in speeds.items() if speed >= enough),

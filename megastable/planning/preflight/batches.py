@@ -45,6 +45,7 @@ def bubble_stays_small(review: Review) -> Iterator[Finding]:
     """Find the bubble at the end of a ramp too large: larger micro-batches may undo what the ramp has won."""
     layout = review.plan.layout
     last = review.plan.phases[-1].batch
+    # A run of one batch has been judged by the rule of its start.
     if len(review.plan.phases) > 1 and bubble(layout.num_stages, last.num_microbatches) > MOST_IDLE:
         yield Finding(
             "warning", _key(review, "final"), f"{_idle_time(review, last)} to the end", _larger_batch(review, last)
@@ -81,6 +82,7 @@ def ramp_ends_within_the_run(review: Review) -> Iterator[Finding]:
     schedule = review.plan.ramp.schedule
     length = review.plan.length
     last_size = review.plan.phases[-1].batch.global_batch_size
+    # The last step's first sample decides its batch; a boundary within the step comes too late for the run.
     boundary = schedule.next_boundary(length.last_step_start)
     if boundary is not None:
         yield Finding(
@@ -97,6 +99,7 @@ def chosen_micro_batches_are_shown(review: Review) -> Iterator[Finding]:
     ramp = review.run.megastable.batch_rampup
     if not ramp.chooses_micro_batch_sizes:
         return
+    # The choice is no fault, so that there is a suggestion only where it could have been a better one.
     instead = "nothing to change; the launch records them in config.json"
     if is_data_sheet(ramp.calibration):
         instead = f"{HOW_TO_CALIBRATE}: a data sheet gives micro-batches no cost of their own, so the smallest win"
@@ -105,6 +108,7 @@ def chosen_micro_batches_are_shown(review: Review) -> Iterator[Finding]:
 
 def micro_batch_steps_are_reached(review: Review) -> Iterator[Finding]:
     """Find an entry above every batch of the run, which never applies."""
+    # No ramp falls, so that the last phase has the largest batch of the run.
     largest = review.plan.phases[-1].batch.global_batch_size
     steps = review.run.megastable.batch_rampup.micro_batch_size_steps
     unused = [(start, size) for start, size in steps if start > largest]

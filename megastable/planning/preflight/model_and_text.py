@@ -36,6 +36,7 @@ def std_fits_the_width(review: Review) -> Iterator[Finding]:
     reference = megatron_530b(MatrixSize.square(hidden), None)
     low, high = STD_RATIOS
     for key, std in stds.items():
+        # None stands for the std of the other matrices, which is judged under its own key.
         if std is None or low <= std / reference <= high:
             continue
         effect = "activations and logits start too large" if std > reference else "the signal starts too faint"
@@ -83,6 +84,7 @@ def head_dim_suits_the_kernels(review: Review) -> Iterator[Finding]:
         level = "note"
         why = f"outside the customary {low} to {high}"
     instead = "a hidden_size that is a multiple of 128"
+    # The suggestion keeps the width, on which learning rate and std depend, and moves the heads as little as it can.
     heads = [n for n in range(1, model.hidden_size + 1) if _is_good_head_dim(model.hidden_size, n)]
     if heads:
         nearest = min(heads, key=lambda n: abs(n - model.num_attention_heads))
@@ -104,6 +106,7 @@ def vocabulary_suits_the_kernels(review: Review) -> Iterator[Finding]:
     """Find a vocabulary whose share on a tensor rank is no multiple of 128, on which the head's product runs slowly."""
     rows = review.model.padded_vocab_size
     ranks = review.plan.layout.tensor_parallel_size
+    # The vocabulary is split over the tensor ranks, and each rank's share is a product of its own.
     multiple = VOCABULARY_MULTIPLE * ranks
     if rows % multiple:
         share = f"{rows:,} rows are"
@@ -121,6 +124,7 @@ def vocabulary_suits_the_kernels(review: Review) -> Iterator[Finding]:
 def text_is_here(review: Review) -> Iterator[Finding]:
     """Find a path at which there is no text; it is no error, since it may be right on another machine."""
     if review.text is not None and review.text.fault:
+        # A finding names its key itself.
         yield Finding(
             "warning",
             "megastable.data.source.path",

@@ -36,6 +36,7 @@ def fp16_is_clipped(review: Review) -> Iterator[Finding]:
 
 def fp16_forgets_quickly(review: Review) -> Iterator[Finding]:
     """Find a beta2 under which skipped steps and spikes stay too long in the second moment: 1 / (1 - beta2) updates."""
+    # In bf16, whose range is that of fp32, no overflow makes gradients grow so suddenly.
     beta1, beta2 = review.run.optimizer.params.betas
     if review.run.fp16.enabled and beta2 > LARGEST_BETA2_FP16:
         yield Finding(
@@ -104,6 +105,7 @@ def loss_scale_keys_have_a_reader(review: Review) -> Iterator[Finding]:
     """Find loss-scale keys beside bf16 or fp32, where nothing reads them."""
     fp16 = review.run.fp16
     defaults = Fp16Config()
+    # A key that is written out at its default says nothing about what its writer believes.
     keys = [key for key in Fp16Config.model_fields if getattr(fp16, key) != getattr(defaults, key)]
     if not fp16.enabled and keys:
         verb = "is" if len(keys) == 1 else "are"
@@ -118,6 +120,7 @@ def loss_scale_keys_have_a_reader(review: Review) -> Iterator[Finding]:
 
 def bf16_sums_in_fp32(review: Review) -> Iterator[Finding]:
     """Find sums of many gradients in bf16, which stop growing at 8 significant bits."""
+    # An addend below half of the sum's last bit is lost altogether, and all addends are rounded to that bit.
     addends = max(phase.batch.num_microbatches for phase in review.plan.phases)
     sums_in_bf16 = review.run.number_format == "bf16" and review.run.data_types.grad_accum_dtype != "fp32"
     if sums_in_bf16 and addends > MOST_BF16_ADDENDS:

@@ -102,6 +102,7 @@ def warmup_has_customary_length(review: Review) -> Iterator[Finding]:
         plan.length.total_samples, review.model.seq_length
     )
     total = plan.length.total_steps
+    # The suggestion is in samples, which the file counts in, at the steps where those shares of the updates are done.
     shortest, longest = (_samples_before(plan.phases, math.ceil(total * share / 100)) for share in WARMUP_PERCENT)
     instead = f'"warmup": {shortest} (samples)'
     if longest > shortest:
@@ -145,6 +146,7 @@ def _samples_before(phases: Sequence[RampPhase], step: int) -> int:
 def seed_was_chosen(review: Review) -> Iterator[Finding]:
     """Find a run that leaves the seed at its default, so that two such runs are no independent repetition."""
     training = review.run.megastable.training
+    # A file that writes the default's number has chosen it.
     if "seed" not in training.model_fields_set:
         yield Finding(
             "note",

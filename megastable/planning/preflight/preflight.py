@@ -112,7 +112,7 @@ def preflight(
     try:
         run = load_run_file(path, world_size=world_size)
         processes, assumed = number_of_devices(run, world_size)
-        # Only now is the number known for certain that the rules of the layout need.
+        # Read again: the rules of the layout need the number of processes, which may stand in the file.
         run = load_run_file(path, world_size=processes)
     except UnreadableRunFileError:
         # There is nothing to review, as where the path is wrong.
@@ -122,6 +122,7 @@ def preflight(
     try:
         run = with_chosen_micro_batches(run, processes)
     except UserError as error:
+        # The file may be sound, and the calibration that it names missing or of another run.
         instead = f'another calibration, or "micro_batch_size": null and the sizes by hand ({SIZES_BY_HAND})'
         return [Finding("error", CALIBRATION_KEY, str(error), instead)]
     text = look_at_text(run.megastable.data.source)

@@ -41,6 +41,7 @@ class Finding:
             return cls("error", key, why, legal)
         if fault.value is NO_VALUE:
             return cls("error", key, fault.message, "add it" if fault.path else "change one of them")
+        # A fault prints the value before its message, which then need not name it.
         message = f"is {short_json(fault.value)}"
         if why:
             message += f": {why}"
@@ -146,6 +147,7 @@ def customary_peak_lr(num_parameters: int) -> float:
     after = bisect_right([size for size, _ in PEAK_LEARNING_RATES], num_parameters)
     if after in (0, len(PEAK_LEARNING_RATES)):
         return PEAK_LEARNING_RATES[min(after, len(PEAK_LEARNING_RATES) - 1)][1]
+    # The learning rate falls roughly as a power of the size, which is a straight line between logarithms.
     (smaller, lr_before), (larger, lr_after) = PEAK_LEARNING_RATES[after - 1 : after + 1]
     share = math.log(num_parameters / smaller) / math.log(larger / smaller)
     return lr_before * (lr_after / lr_before) ** share

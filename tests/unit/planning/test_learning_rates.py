@@ -154,7 +154,7 @@ def test_the_ramp_form_does_not_enter_the_schedule(name: str, data: st.DataObjec
     changes = data.draw(runs_with(name))
     plan = plan_of(**changes)
     length = plan.length
-    flat = {"steps": [[0, 1], [length.last_step_start, length.total_samples - length.last_step_start]]}
+    flat: dict[str, Any] = {"steps": [[0, 1], [length.last_step_start, length.total_samples - length.last_step_start]]}
     if length.last_step_start == 0:
         flat = {"final": length.total_samples}
     same = {

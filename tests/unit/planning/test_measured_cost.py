@@ -1,4 +1,4 @@
-"""The cost of a plan's steps from what a block and the ends of the model take."""
+"""The cost of a plan's steps from what a block and the ends of the model take; the sizes to measure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.planning.plan_examples import plan_of
 
 
 def line(seconds: float) -> MicroBatchTime:
-    """The same cost whatever the size, and ten times it a sample."""
+    """Build a line with a cost whatever the size, and ten times it a sample."""
     return MicroBatchTime(seconds, 10 * seconds)
 
 
@@ -38,7 +38,7 @@ PROBE = Probe(
 
 
 def cost(world_size: int, **changes: Any) -> PipelineCost:
-    """Of the tiny run: four blocks."""
+    """Return the cost of the tiny run, which has four blocks."""
     return probed_cost(plan_of(world_size, **changes), PROBE)
 
 
@@ -89,7 +89,7 @@ def test_there_is_always_a_line_to_draw(planned: set[int], probed: list[int]) ->
 
 
 def test_sizes_that_are_to_be_chosen_are_measured_over_a_spread() -> None:
-    auto = {"micro_batch_size": "auto", "calibration": "to_come.json"}
+    auto: dict[str, Any] = {"micro_batch_size": "auto", "calibration": "to_come.json"}
     plan = plan_of(**{f"megastable__batch_rampup__{key}": value for key, value in auto.items()})
     assert len(planned_sizes(plan)) > 2
     assert planned_sizes(plan_of(train_micro_batch_size_per_gpu=2)) == {2}

@@ -32,7 +32,7 @@ MINUTE = Machine(Device("slow", dict.fromkeys(("fp32", "bf16", "fp16"), 0.001), 
 
 @pytest.fixture(scope="module")
 def bloom() -> dict[str, Any]:
-    """BLOOM's forecast on its 384 A100s, as JSON has it."""
+    """Forecast BLOOM on its 384 A100s, as JSON has it."""
     plan = RunPlan.of(load_run_file(RUN_FILES / "bloom_176b.json"), world_size=384)
     return forecast(plan, A100).as_dict()
 
@@ -183,7 +183,7 @@ def test_the_search_finds_legal_layouts_and_ranks_them_by_time(devices: int, fin
 
 
 def is_legal(ramp: dict[str, Any], total_samples: int, candidate: Any, devices: int) -> bool:
-    """Whether the file that a candidate stands for is taken; no tiny run needs more memory than there is."""
+    """Tell whether the file that a candidate stands for is accepted; every tiny run fits the memory."""
     raw = run_dict(
         megastable__batch_rampup={**ramp, "start": candidate.ramp_start},
         megastable__pipeline={

@@ -27,12 +27,12 @@ costs = st.builds(
 
 
 def bytes_in_flight(batch: Batch) -> float:
-    """Of a pipeline of four stages whose samples need a GiB each, and whose weights need one."""
+    """Count the bytes of a pipeline of four stages whose samples need a GiB each, and whose weights need one."""
     return GIB * (1 + batch.micro_batch_size * min(4, batch.num_microbatches))
 
 
 def splits(global_batch_size: int, replicas: int) -> list[Batch]:
-    """All there are."""
+    """List all splits of a batch."""
     samples = global_batch_size // replicas
     return [Batch(global_batch_size, size, samples // size) for size in range(1, samples + 1) if samples % size == 0]
 

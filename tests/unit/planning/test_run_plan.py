@@ -21,7 +21,7 @@ RUN_FILES = Path(__file__).parents[3] / "ds_configs"
 
 @pytest.fixture(scope="module")
 def bloom() -> RunPlan:
-    """BLOOM's file on its 12 stages and 8 replicas."""
+    """Plan BLOOM's file on its 12 stages and 8 replicas."""
     return RunPlan.of(load_run_file(RUN_FILES / "bloom_176b.json"), world_size=12 * 8 * 4)
 
 

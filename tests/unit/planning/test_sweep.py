@@ -30,13 +30,13 @@ from tests.unit.planning.plan_examples import plan_of
 
 @pytest.fixture
 def plan() -> RunPlan:
-    """The tiny run on two stages and two replicas."""
+    """Plan the tiny run on two stages and two replicas."""
     return plan_of(4, megastable__pipeline__num_stages=2)
 
 
 @pytest.fixture
 def report(plan: RunPlan) -> SweepReport:
-    """Of steps whose cost is shared among the stages as the plan's operations are."""
+    """Report steps whose cost is shared among the stages as the plan's operations are."""
     return measured_sweep(plan, made_seconds(plan, relative_cost(plan)), share=0.5)
 
 

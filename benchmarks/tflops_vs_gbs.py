@@ -26,8 +26,7 @@ from megastable.core.errors import UserError
 from megastable.core.launch import Launch
 from megastable.planning.calibration import CalibrationFile, calibration_file, check_new, load_calibration
 from megastable.planning.forecast import Basis
-from megastable.planning.micro_batches import fewest_devices
-from megastable.planning.run_plan import RunPlan
+from megastable.planning.run_plan import RunPlan, number_of_devices
 from megastable.planning.sweep import SweepReport, as_section, measured_sweep, planned_sweep, work_of
 from megastable.planning.throughput import DEFAULT_SHARE, parse_sizes, steps_of_each, sweep_batches, takes_part
 from megastable.training.entry import refuse
@@ -94,7 +93,7 @@ def plan_of(arguments: argparse.Namespace, launch: Launch) -> RunPlan:
     world_size = launch.world_size
     if arguments.dry_run and world_size == 1:
         run = load_run_file(arguments.deepspeed_config, arguments.overrides)
-        world_size = run.megastable.training.world_size or fewest_devices(run)
+        world_size, _ = number_of_devices(run, None)
     return RunPlan.of(load_run_file(arguments.deepspeed_config, arguments.overrides, world_size), world_size)
 
 

@@ -12,7 +12,7 @@ from megastable.cli.cells import duration
 from megastable.cli.plan import as_json, make_table, wide_console
 from megastable.config import RunConfig
 from megastable.core.errors import UserError
-from megastable.planning.machine import Machine
+from megastable.planning.data_sheet_cost import Machine
 from megastable.planning.search import Candidate, search_layouts
 
 SHOWN_LAYOUTS = 15

@@ -17,10 +17,11 @@ from megastable.cli.plot import plot_run
 from megastable.cli.watch import watch_run
 from megastable.config import json_schema
 from megastable.core.errors import UserError
+from megastable.planning.data_sheet_cost import DEFAULT_EFFICIENCY, Machine
 from megastable.planning.forecast import Basis, forecast
-from megastable.planning.machine import DEFAULT_EFFICIENCY, Machine
-from megastable.planning.micro_batches import load_plan, load_run
+from megastable.planning.micro_batches import load_plan
 from megastable.planning.preflight.preflight import preflight
+from megastable.planning.run_plan import load_run
 from megastable.training.host import installed_gpus, look_at_text, probe_this_cpu
 
 app = typer.Typer(
@@ -104,8 +105,14 @@ def plan(
     ] = None,
     memory_gib: Annotated[float | None, typer.Option(min=0.001, help="its memory")] = None,
     efficiency: Annotated[
-        float, typer.Option(min=0.01, max=1, help="share of the peak that a stage reaches while it computes")
-    ] = DEFAULT_EFFICIENCY,
+        float | None,
+        typer.Option(
+            min=0.01,
+            max=1,
+            help="share of the peak that a stage reaches while it computes",
+            show_default=str(DEFAULT_EFFICIENCY),
+        ),
+    ] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="predict from this file of a sweep or a probe instead of a device")
     ] = None,

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+GIB = 2**30
 FP32_BYTES = 4
 MOMENTS = 2
 """Adam's running means: of the gradient and of its square."""
 LARGEST_ALL_REDUCE = 500_000_000
 """Elements that DeepSpeed's pipeline engine flattens into one gradient message."""
+LARGEST_REDUCE_BUCKET = 500_000_000
+"""Elements of the buffer in which ZeRO gathers gradients to reduce them: DeepSpeed's own default. It bounds the memory
+of a large stage, whose gradients would otherwise all stand in the buffer a second time."""
 COPIES_CHECK_BYTES = 8 * 2**20
 """What ``engine.consistency`` keeps to compare copies with, whatever the model."""
 
@@ -59,6 +63,18 @@ class MemoryUse:
         """Whole bytes of every kind, and the peak."""
         kinds = ("weights", "gradients", "master_weights", "moments", "activations", "buffers", "update", "total")
         return {kind: round(getattr(self, kind)) for kind in kinds}
+
+
+def reduce_bucket_elements(configured: int | None, num_parameters: int) -> int:
+    """Return the elements of ZeRO's gradient buffer on a rank that holds ``num_parameters`` weights.
+
+    DeepSpeed allocates the whole buffer in every step, so that a model smaller than the default size gets a buffer of
+    its own size.
+
+    Args:
+        configured: ``zero_optimization.reduce_bucket_size`` of the run file; None where it leaves the choice.
+    """
+    return configured or min(num_parameters, LARGEST_REDUCE_BUCKET)
 
 
 def memory_use(

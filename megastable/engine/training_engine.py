@@ -16,6 +16,7 @@ from deepspeed.utils import logger as deepspeed_logger
 from megastable.config import RunConfig
 from megastable.core.batch_rampup import BatchRampup
 from megastable.core.layout import ParallelLayout
+from megastable.core.memory import reduce_bucket_elements
 from megastable.core.records import StepResult
 from megastable.data import MicroBatch
 from megastable.engine import tensor_gradients, upstream_fixes
@@ -32,9 +33,6 @@ from megastable.engine.random_state import seed_rank
 from megastable.engine.tensor_group import partial_parameters
 from megastable.engine.weight_report import WeightKind, weight_kinds
 from megastable.engine.weight_update import WeightUpdate
-
-LARGEST_BUCKET = 500_000_000
-"""Elements; DeepSpeed's own default. A small model gets a bucket of its own size, which is allocated every step."""
 
 
 class TrainingEngine:
@@ -138,7 +136,7 @@ def _bucket_size(module: GptPipeline, run: RunConfig, layout: ParallelLayout) ->
     if layout.data_parallel_size == 1:
         return 1
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
-    return run.zero_optimization.reduce_bucket_size or min(num_parameters, LARGEST_BUCKET)
+    return reduce_bucket_elements(run.zero_optimization.reduce_bucket_size, num_parameters)
 
 
 class SilentMonitor:

@@ -36,10 +36,10 @@ from megastable.planning.measured_cost import (
     FIRST,
     LAST,
     Probe,
-    cost_of,
     line_through,
     mean_probe,
     planned_sizes,
+    probed_cost,
     probed_sizes,
 )
 from megastable.planning.run_plan import RunPlan
@@ -65,7 +65,7 @@ def probe(plan: RunPlan, seconds: float = PROBE_SECONDS) -> CalibrationFile:
         probes = [future.result() for future in running]
     return calibration_file(
         plan,
-        cost_of(plan, mean_probe(probes)),
+        probed_cost(plan, mean_probe(probes)),
         method="probe",
         device=f"{cpu_name()}, {together} process(es) of {threads} thread(s) at a time",
         on_cpu=True,

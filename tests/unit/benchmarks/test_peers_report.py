@@ -17,6 +17,7 @@ rounds_of_one_batch = st.lists(st.fixed_dictionaries({name: step_seconds for nam
 
 
 def row(seconds: dict[str, float], num_micro_batches: int = 4) -> report.Row:
+    """Build the row of one round, in which every candidate has the same loss."""
     return {
         "global_batch_size": 2 * num_micro_batches, "num_micro_batches": num_micro_batches,
         "seconds": seconds, "losses": dict.fromkeys(seconds, 7.0),
@@ -24,6 +25,7 @@ def row(seconds: dict[str, float], num_micro_batches: int = 4) -> report.Row:
 
 
 def result(rows: list[report.Row], refused: dict[str, dict[int, str]] | None = None) -> dict[str, Any]:
+    """Build the result file of a comparison."""
     hardware = {"cpu": "a processor", "cores": 2, "bf16": "", "load": 0.0, "torch": "2", "deepspeed": "0"}
     return {
         "date": "2026-01-01", "hardware": hardware, "settings": {"layers": 4}, "num_stages": 2,

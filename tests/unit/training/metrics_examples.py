@@ -43,6 +43,7 @@ HARD_STEPS: dict[str, dict[str, Any]] = {
         "headroom": 0.5, "headroom_layer": "block_0", "slowest_rank": 1, "slowest_rank_share": 0.75,
         "host_memory_gib": 1.5, "layers": {"block_0": {"grad_norm": 0.5, "max_activation": 3.0}, "head": {}},
     },
+    "measured by monitors": {"monitored": {"loss_volatility": 0.125, "own": 3.0}},
     "past the end": {"step": 10**6, "consumed_samples": 10**9},
 }  # fmt: skip
 

@@ -47,7 +47,7 @@ def test_plain_lines_stand_at_the_first_the_last_and_every_interval(capsys: pyte
 
 
 def test_plain_lines_stand_where_something_happened(capsys: pytest.CaptureFixture[str]) -> None:
-    happened = {4: {"skipped": True}, 7: {"eval_loss": 2.25}}
+    happened: dict[int, dict[str, Any]] = {4: {"skipped": True}, 7: {"eval_loss": 2.25}}
     steps = [{"step": step, **happened.get(step, {})} for step in range(1, 9)]
     lines = lines_shown(steps, capsys, total_steps=100, interval=50)
     assert [line.split(" | ")[0] for line in lines] == ["step 1/100", "step 4/100", "step 7/100"]

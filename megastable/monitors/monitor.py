@@ -29,27 +29,27 @@ class PlannedRun(Protocol):
 
     @property
     def run(self) -> RunConfig:
-        """The run file, with defaults filled in."""
+        """Return the run file, with defaults filled in."""
         ...
 
     @property
     def layout(self) -> ParallelLayout:
-        """Stages, replicas and tensor ranks."""
+        """Return the numbers of stages, replicas and tensor ranks."""
         ...
 
     @property
     def cut(self) -> StageCut:
-        """Layers of every stage, and the imbalance that was predicted for them."""
+        """Return which layers every stage has, with the imbalance that was predicted for them."""
         ...
 
     @property
     def phases(self) -> Sequence[RampPhase]:
-        """Batches of the whole run, in order."""
+        """Return the batches of the whole run, in order."""
         ...
 
     @property
     def length(self) -> RunLength:
-        """Number of steps and of samples."""
+        """Return the numbers of steps and samples."""
         ...
 
     def learning_rate(self, applied_samples: int, batch: Batch) -> float:

@@ -45,6 +45,7 @@ class Headroom(Monitor):
         if watched is None or watched.headroom < self.plan.run.megastable.monitors.headroom_warning:
             return
         values = watched.layers[watched.headroom_layer]
+        # Blocks alone have attention logits.
         kind = max(("max_activation", "max_attention_logit"), key=lambda name: values.get(name, 0.0))
         yield seen.event(
             "warning",
@@ -67,12 +68,14 @@ class LossVolatility(Monitor):
     def observe(self, seen: Seen) -> Iterator[Event]:
         """Remember the loss. A volatile loss is no event: what is usual depends on the batch and on the data."""
         self._losses.add(seen.result.loss)
-        yield from ()
+        yield from ()  # makes a generator of a function that has nothing to yield
 
     def values(self) -> dict[str, float]:
         """Return the deviation, once three losses are known."""
         deviation = self._losses.deviation
-        return {} if deviation is None else {"loss_volatility": deviation}
+        if deviation is None:
+            return {}
+        return {"loss_volatility": deviation}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the losses of the window, oldest first."""
@@ -103,9 +106,12 @@ class SkippedSteps(Monitor):
             self._consecutive_skips = 0
             return
         scale = seen.result.loss_scale
-        kind = "overflow" if self._fp16.enabled else "skip"
-        where = f" at loss scale {scale:g}" if self._fp16.enabled else ""
-        yield seen.event(kind, f"a gradient was not finite{where}: the step was skipped", loss_scale=scale)
+        if self._fp16.enabled:
+            text = f"a gradient was not finite at loss scale {scale:g}: the step was skipped"
+            yield seen.event("overflow", text, loss_scale=scale)
+        else:
+            # bf16 has the range of fp32: here it is not the format that is too small.
+            yield seen.event("skip", "a gradient was not finite: the step was skipped", loss_scale=scale)
         if self._can_fall(scale):
             self._consecutive_skips = 0
         else:
@@ -130,7 +136,7 @@ class SkippedSteps(Monitor):
         self.should_watch_next_step = state["should_watch_next_step"]
 
     def _can_fall(self, scale: float) -> bool:
-        is_dynamic = self._fp16.enabled and self._fp16.loss_scale == 0
+        is_dynamic = self._fp16.enabled and self._fp16.loss_scale == 0  # 0 is DeepSpeed's word for a dynamic scale
         return is_dynamic and scale > self._fp16.min_loss_scale
 
     def _diagnosis(self, seen: Seen) -> str:
@@ -152,7 +158,8 @@ def _where_it_overflows(watched: Watched | None) -> str:
     """Name the first layer whose forward pass is not finite, or the one that is nearest to the limit."""
     if watched is None:
         return "The step was not watched, so which layer is the cause is not known."
-    # Layers come in the order of the forward pass: what is infinite later may only pass the first one on.
+    # Layers come in the order of the forward pass: a later one that is not finite may only pass on what an earlier one
+    # began.
     for name, values in watched.layers.items():
         for kind in ("max_attention_logit", "max_activation"):  # a block computes its logits first
             if values.get(kind, 0.0) == math.inf:

@@ -70,7 +70,7 @@ class Monitors:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what ``state_dict`` returned; monitors that the checkpoint does not know start afresh."""
         for name, monitor in self._monitors.items():
-            if name in state:
+            if name in state:  # otherwise it was added to the program after the checkpoint was written
                 monitor.load_state_dict(state[name])
 
     def _check_metric_names(self, step_metrics: Collection[str]) -> None:
@@ -80,6 +80,7 @@ class Monitors:
             for metric in monitor.metric_names:
                 if metric in user_of_name:
                     faults.append(f"  {metric}, measured by the monitor {name}, is a metric of {user_of_name[metric]}")
+                # The first keeps its name: all that come later are to be changed.
                 user_of_name.setdefault(metric, f"the monitor {name}")
         if faults:
             raise UserError(

@@ -47,19 +47,25 @@ def training_status(model: nn.Module) -> TrainingStatus:
 
     with torch.no_grad():
         # A lazy layer that has not seen an input has no values yet.
-        parameters = {n: p for n, p in model.named_parameters() if not isinstance(p, UninitializedParameter)}
+        parameters = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if not isinstance(parameter, UninitializedParameter)
+        }
         norms = _norms(list(parameters.values()))
         with_gradient = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         grad_norms = _norms(list(with_gradient.values()))
         # A NaN compares as neither larger nor smaller: infinity stands for both, so that they come first.
         order = grad_norms.nan_to_num(nan=torch.inf, posinf=torch.inf).argsort(descending=True)[:NUM_WORST].tolist()
         names = list(with_gradient)
+        mean_grad_norm, max_grad_norm = _mean_and_largest(grad_norms)
+        mean_parameter_norm, max_parameter_norm = _mean_and_largest(norms)
         return TrainingStatus(
-            mean_grad_norm=_mean(grad_norms),
-            max_grad_norm=_largest(grad_norms),
+            mean_grad_norm=mean_grad_norm,
+            max_grad_norm=max_grad_norm,
             parameter_norm=float(norms.square().sum().sqrt()),
-            mean_parameter_norm=_mean(norms),
-            max_parameter_norm=_largest(norms),
+            mean_parameter_norm=mean_parameter_norm,
+            max_parameter_norm=max_parameter_norm,
             num_without_gradient=len(parameters) - len(with_gradient),
             worst=[(names[index], float(grad_norms[index])) for index in order],
         )
@@ -72,13 +78,12 @@ def _norms(tensors: list[Tensor]) -> Tensor:
     """
     import torch
 
+    # Coalescing adds up entries of the same place, as the optimizer will.
     dense = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
     return torch.tensor([float(torch.linalg.vector_norm(tensor.abs().double())) for tensor in dense]).double()
 
 
-def _mean(norms: Tensor) -> float:
-    return float(norms.mean()) if len(norms) else 0.0
-
-
-def _largest(norms: Tensor) -> float:
-    return float(norms.max()) if len(norms) else 0.0
+def _mean_and_largest(norms: Tensor) -> tuple[float, float]:
+    if len(norms) == 0:  # before the first backward pass no parameter has a gradient, and torch's mean would be NaN
+        return 0.0, 0.0
+    return float(norms.mean()), float(norms.max())

@@ -21,12 +21,16 @@ class RampSteps(Monitor):
     def __init__(self, plan: PlannedRun) -> None:
         super().__init__(plan)
         self._last: list[int] | None = None
-        """Global batch, micro-batch size and number of micro-batches of the step before."""
+        """Global batch, micro-batch size and number of micro-batches of the step before.
+
+        A list, as JSON gives it back from a checkpoint: a tuple would not equal it.
+        """
 
     def observe(self, seen: Seen) -> Iterator[Event]:
         """Yield an event where the batch is not that of the step before."""
         batch = seen.batch
         now = [batch.global_batch_size, batch.micro_batch_size, batch.num_microbatches]
+        # The first step of a run has nothing to be compared with.
         if self._last is not None and now != self._last:
             yield seen.event(
                 "ramp",
@@ -55,7 +59,7 @@ class StageBalance(Monitor):
 
     def __init__(self, plan: PlannedRun) -> None:
         super().__init__(plan)
-        self._reported = plan.layout.num_stages == 1
+        self._reported = plan.layout.num_stages == 1  # a single stage has no balance
         self._is_warm = False
 
     def observe(self, seen: Seen) -> Iterator[Event]:
@@ -67,7 +71,7 @@ class StageBalance(Monitor):
             return
         self._reported = True
         predicted = self.plan.cut.imbalance
-        busy = list(watched.stage_busy_seconds.values())
+        busy = list(watched.stage_busy_seconds.values())  # in the order of the stages
         measured = imbalance(busy)
         slowest = busy.index(max(busy))
         text = (
@@ -76,6 +80,7 @@ class StageBalance(Monitor):
         )
         data = {"measured": measured, "predicted": predicted, "slowest_stage": slowest}
         yield seen.event("stage_balance", text, **data)
+        # Blocks cannot be cut in two, so that some imbalance is predicted for most models: only the excess is a fault.
         if measured > predicted + LARGEST_EXCESS:
             advice = (
                 "look whether its devices are slower or shared; if not, move blocks with megastable.pipeline.partition"

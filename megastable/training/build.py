@@ -45,6 +45,7 @@ def train(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | N
     corpus = prepare_corpus(settings.data, settings.model, show_progress=launch.rank == 0)
     if checkpoint is not None:
         check_same_corpus(read_manifest(checkpoint), corpus)
+    # A failure ends the process inside of the inner one: leaving the group in order would wait for peers that are gone.
     with connected(launch) as peers, reporting_failures(launch.rank, plan.layout, peers):
         check_equal_on_all_ranks(corpus.fingerprint, "the tokenised corpus of megastable.data")
         check_equal_on_all_ranks(
@@ -86,6 +87,7 @@ def _train_connected(
         )
 
     with _make_recorder(plan, launch, folder, engine, state) as recorder:
+        # On all ranks, since each has layers of its own; but weights of a checkpoint are not as they were drawn.
         fresh_weights = engine.weight_kinds() if checkpoint is None else []
         for line in introduction(plan, corpus, folder, checkpoint, state, fresh_weights):
             recorder.note(line)

@@ -62,6 +62,7 @@ class PassSeconds(NamedTuple):
 def probe(plan: RunPlan, seconds: float = PROBE_SECONDS) -> CalibrationFile:
     """Measure this machine for a planned run."""
     threads = threads_per_process(plan.layout.world_size)
+    # Two processes on one core would measure how long each waits for the other.
     together = min(plan.layout.world_size, os.cpu_count() or 1)
     sizes = probed_sizes(planned_sizes(plan))
     # Spawned, since a process that is forked from one in which torch runs threads may hang.
@@ -133,7 +134,8 @@ def _pieces(run: RunConfig, size: int) -> dict[str, Callable[[], PassSeconds]]:
     layers = gpt_layers(run, OneProcess())
     loss = token_mean_loss(model.vocab_size, OneProcess(), training.z_loss, training.loss_chunk_tokens)
     ids = torch.randint(0, model.vocab_size, (size, model.seq_length))
-    targets = (ids, torch.tensor(float(ids.numel())))  # labels, and the denominator of the mean
+    # Labels, for which the ids will do, and the denominator of the mean.
+    targets = (ids, torch.tensor(float(ids.numel())))
     hidden = torch.randn(size, model.seq_length, model.hidden_size, dtype=DTYPES[run.number_format], requires_grad=True)
     first = _chain(layers[:LAYERS_AT_EACH_END], run)
     last = _chain(layers[-LAYERS_AT_EACH_END:], run)
@@ -164,6 +166,7 @@ def _chain(layers: list[Layer], run: RunConfig) -> Callable[[Tensor], Any]:
     def forward(x: Tensor) -> Any:
         result: Any = x
         for layer, module in built:
+            # An entry's own forward replaces that of its module: a tied head is an embedding used the other way round.
             result = module(result) if layer.forward is None else layer.forward(module, result)
         return result
 
@@ -175,6 +178,7 @@ def _update(run: RunConfig) -> Callable[[], float]:
 
     Its gradient is widened, normed and clipped, its fp32 master updated, and the master copied back.
     """
+    # In a module, since the optimizer is built for one.
     holder = nn.Linear(UPDATED_WEIGHTS // 1000, 1000, bias=False)
     master = holder.weight
     gradient = torch.randn_like(master).to(DTYPES[run.number_format])
@@ -188,7 +192,7 @@ def _update(run: RunConfig) -> Callable[[], float]:
         assert master.grad is not None
         master.grad.copy_(gradient)
         master.grad.norm()
-        master.grad.mul_(0.5)
+        master.grad.mul_(0.5)  # clips, whatever the coefficient
         optimizer.step()
         weights.copy_(master)
         return (time.perf_counter() - started) / master.numel()
@@ -203,7 +207,7 @@ def _copy(run: RunConfig) -> Callable[[], float]:
 
     def once() -> float:
         started = time.perf_counter()
-        message.clone()
+        message.clone()  # as a socket copies it, once in and once out
         return (time.perf_counter() - started) / message.nbytes
 
     return once

@@ -56,6 +56,8 @@ def _plan_and_train(request: RunRequest) -> None:
     check_writer_packages(run)
     folder = RunFolder(request.run_dir or Path("runs") / request.run_file.stem)
     checkpoint = _find_checkpoint(request, folder, launch)
+    # Before the choice of micro-batches: a run goes on in those that were chosen for it, and not in what a calibration
+    # that has changed since would choose.
     if checkpoint is not None:
         run = _continuing(checkpoint, run, launch)
     run = with_chosen_micro_batches(run, launch.world_size)

@@ -43,7 +43,7 @@ def memory_gib_per_process(num_processes: int) -> float:
 
 def threads_per_process(num_processes: int) -> int:
     """Count the threads that a launch of so many processes on one machine gives each; see ``engine.process_group``."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
+    given = os.environ.get("OMP_NUM_THREADS", "")  # where it is set, a launch leaves the number of threads to it
     return int(given) if given.isdigit() else max(1, (os.cpu_count() or 1) // num_processes)
 
 
@@ -59,6 +59,7 @@ def installed_gpus(ask: Callable[[], str] = _ask_driver) -> tuple[Gpu, ...]:
         lines = ask().splitlines()
     except (OSError, subprocess.SubprocessError):
         return ()
+    # Eight equal GPUs are one thing to review, not eight.
     gpus = [_read_gpu(line) for line in lines]
     return tuple(dict.fromkeys(gpu for gpu in gpus if gpu is not None))
 

@@ -50,6 +50,8 @@ def train_steps(
     order = SampleOrder(len(corpus.train), settings.training.seed)
     last_eval_loss: float | None = None
     while state.step < plan.length.total_steps:
+        # Samples are the clock: all consumed ones of batch and data, those of applied updates of the learning rate. So
+        # a skipped step moves on in the data and leaves the learning rate alone.
         batch = engine.rampup_hook.before_step(state.consumed_samples)
         learning_rate = plan.learning_rate(state.applied_samples, batch)
         micro_batches = _training_data(plan, engine, corpus, order, batch, state.consumed_samples)
@@ -57,6 +59,7 @@ def train_steps(
         result = engine.train_batch(micro_batches, learning_rate, watch)
         state = state.advance(batch, result, settings.model.seq_length)
 
+        # All that decides from here on is the same on every rank: they stop, evaluate and save together or not at all.
         seen = Seen(state, batch, learning_rate, result)
         events = monitors.observe(seen)
         consistency_seconds = None
@@ -75,7 +78,7 @@ def train_steps(
         )
         for event in events:
             recorder.record_event(event)
-        # Before saving: the weights of a run that stops itself are not to be the newest checkpoint.
+        # Recorded first, so that files and terminal show why; not saved, since a resume would begin with these weights.
         stop_on_stop_event(events)
         if _is_due(plan, state.step, settings.checkpoint.save_interval):
             recorder.note(f"saved {save(state)}")
@@ -95,10 +98,10 @@ def stop_on_stop_event(events: list[Event]) -> None:
 
 def evaluate(plan: RunPlan, engine: TrainingEngine, corpus: Corpus, batch: Batch) -> float:
     """Compute the token mean of the validation loss, in micro-batches of the current size. Collective."""
-    size = batch.micro_batch_size
+    size = batch.micro_batch_size  # an evaluation runs through the same pipeline, which is set to this size
     most = plan.run.megastable.training.eval_samples
     replicas = plan.layout.data_parallel_size
-    micro_batches = None
+    micro_batches = None  # as in training, the stages between the first and the last read no data
     if engine.needs_data:
         micro_batches = evaluation_micro_batches(corpus.validation, size, most, engine.replica, replicas)
     return engine.evaluate(micro_batches, num_evaluation_micro_batches(corpus.validation, size, most, replicas))

@@ -70,7 +70,7 @@ class StepMetrics:
         """Gather the values of the step that led to ``state``; ``monitored`` are those of the monitors."""
         seconds = result.step_seconds
         devices = plan.layout.world_size
-        samples = batch.global_batch_size
+        samples = batch.global_batch_size  # this step's, which a ramp changes
         watched: dict[str, Any] = {} if result.watched is None else asdict(result.watched)
         return cls(
             step=state.step,
@@ -103,6 +103,7 @@ class StepMetrics:
     def given(self) -> dict[str, Any]:
         """Return the values that this step has, those of the monitors among them."""
         values: dict[str, Any] = {}
+        # In the order of the fields: loss_volatility stands where it stood when it was a field itself.
         for name, value in asdict(self).items():
             if name == "monitored":
                 values.update(value)
@@ -123,7 +124,7 @@ def _numbers(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, floa
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _numbers(value, f"{prefix}{name}/")
-        elif not isinstance(value, str):
+        elif not isinstance(value, str):  # whether a step was skipped is 0 or 1
             yield f"{prefix}{name}", float(value)
 
 

@@ -64,7 +64,7 @@ def _plan_lines(plan: RunPlan) -> Iterator[str]:
     if settings.batch_rampup.chooses_micro_batch_sizes:
         yield describe_choice(plan)
     warmup = plan.lr_schedule.warmup_samples
-    if warmup > length.last_step_start:
+    if warmup > length.last_step_start:  # no step starts at or past its end, so that none has the full learning rate
         yield f"the warmup of {warmup:,} samples does not end within this run"
     if plan.run.fp16.enabled and settings.training.fp16_on_cpu:
         yield "fp16 on a CPU as megastable.training.fp16_on_cpu allows: its arithmetic is slow"

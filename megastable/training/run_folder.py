@@ -59,6 +59,7 @@ class RunFolder:
                 f"{self.path} already holds a run. Continue it with --resume, or write to another folder with "
                 "--run-dir PATH"
             )
+        # An empty file is of a run that ended before its first step: nothing is lost with it.
         if self.metrics.exists() and self.metrics.stat().st_size > 0:
             raise UserError(
                 f"{self.path} already holds a run, which saved no checkpoint. Remove the folder, or write to another "
@@ -117,7 +118,7 @@ def checkpoint_to_load(path: Path) -> Path:
     """
     if not path.is_dir():
         raise UserError(f"--load: {path} is not a folder; name a checkpoint like runs/x/checkpoints/step_00000010")
-    read_manifest(path)
+    read_manifest(path)  # raises where a file is missing or cut short
     return path.resolve()
 
 
@@ -171,12 +172,14 @@ def _other_cut(old: dict[str, Any], run: RunConfig) -> Iterator[str]:
         yield f"  {PARTITION}: not in the checkpoint, which is of an older version"
         return
     try:
+        # Through JSON text, in which a list may stand for a tuple: the sections are strict about types.
         before = PipelineConfig.model_validate_json(json.dumps(pipeline))
     except ValidationError:
         yield f"  {PARTITION}: the checkpoint's pipeline section is of another version"
         return
     if before.num_stages != sections.pipeline.num_stages:
         return
+    # Both for the model of now; another model is a fault by itself.
     was = StageCut.of(sections.model, before, sections.tensor_parallel)
     now = StageCut.of(sections.model, sections.pipeline, sections.tensor_parallel)
     if was.bounds != now.bounds:
@@ -187,6 +190,7 @@ def _other_cut(old: dict[str, Any], run: RunConfig) -> Iterator[str]:
 
 
 def _layout_of(run: dict[str, Any], world_size: int) -> str:
+    # A checkpoint's run may be of a version that did not have the key.
     sections = run.get("megastable", {})
     stages = sections.get("pipeline", {}).get("num_stages", 1)
     tensor = sections.get("tensor_parallel", {}).get("size", 1)

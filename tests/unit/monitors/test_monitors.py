@@ -43,12 +43,12 @@ def seen(step: int, batch_size: int = 4, **result: Any) -> Seen:
 
 
 def plan_of(world_size: int = 1, **changes: Any) -> RunPlan:
-    """The plan of the tiny run with changes."""
+    """Plan the tiny run with changes."""
     return RunPlan.of(tiny_run(**changes), world_size)
 
 
 def monitors_of(**changes: Any) -> Monitors:
-    """The monitors of the tiny run with changes."""
+    """Make the monitors of the tiny run with changes."""
     return Monitors(plan_of(**changes))
 
 
@@ -58,7 +58,7 @@ def kinds(events: list[Event]) -> list[str]:
 
 @st.composite
 def steps(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Steps with skips at falling scales, spikes, watched layers and a growing batch."""
+    """Draw steps with skips at falling scales, spikes, watched layers and a growing batch."""
     rng = random.Random(draw(st.integers(0, 2**32)))
     found, batch = [], 4
     for _ in range(draw(st.integers(2, 30))):
@@ -125,7 +125,7 @@ def test_little_headroom_is_a_warning_that_names_the_layer(headroom: float, warn
 
 
 def skips(scales: list[float | None], **changes: Any) -> list[str]:
-    """Kinds of events of steps at these loss scales; None is a step that is not skipped."""
+    """Return the kinds of events of steps at these loss scales; None is a step that is not skipped."""
     monitors = monitors_of(megastable__monitors__max_skips_at_min_scale=3, **changes)
     found = []
     for step, scale in enumerate(scales, start=2):
@@ -229,7 +229,7 @@ def test_checkpoints_with_the_older_names_of_a_state_still_load() -> None:
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line more in the registry."""
+    """Add one line to the registry."""
     monkeypatch.setitem(MONITORS, "toy", LearningRateProgress)
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a step, to change for a test."""
+"""Gives metrics of a step, to change for a test."""
 
 import dataclasses
 from typing import Any
@@ -49,5 +49,5 @@ HARD_STEPS: dict[str, dict[str, Any]] = {
 
 
 def step_metrics(**changes: Any) -> StepMetrics:
-    """``STEP`` with changes."""
+    """Return ``STEP`` with changes."""
     return dataclasses.replace(STEP, **changes)

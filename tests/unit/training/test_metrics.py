@@ -24,12 +24,12 @@ ASKED_FOR = {
 
 
 def refuse(word: str) -> None:
-    """JSON has no NaN and Infinity; Python's parser takes them all the same."""
+    """Refuse NaN and Infinity, for which JSON has no word; Python's parser takes them all the same."""
     raise AssertionError(f"{word} is no JSON")
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Parse strictly."""
+    """Parse a line strictly."""
     return json.loads(text, parse_constant=refuse)
 
 

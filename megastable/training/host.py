@@ -1,6 +1,7 @@
-"""This machine's processor and memory, as they are shared among the processes of a run.
+"""Finds out what this machine has: processor and memory, GPUs, text files, and the speed of its CPU.
 
-The GPUs of this machine, asked of the driver's own tool: torch would take seconds to load.
+Planning and preflight touch no hardware; the command line hands them what is found here. Nothing loads torch or numpy
+before it is needed, since ``megastable check`` and ``plan`` answer in less time than torch takes to load.
 """
 
 from __future__ import annotations
@@ -21,43 +22,44 @@ from megastable.planning.preflight.review import Gpu, LocalText
 from megastable.planning.run_plan import RunPlan
 
 GIB = 2**30
+GPU_QUERY = ("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
+TIME_LIMIT_SECONDS = 5
 
 
 def cpu_name() -> str:
-    """Return the maker's name and the number of cores that this process may use."""
+    """Return the maker's name of the processor and the number of cores that this process may use."""
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
+    except OSError:  # another system than Linux
         found = None
     name = found.group(1).strip() if found else platform.processor() or platform.machine()
     return f"{name}, {usable_cpus()} cores"
 
 
 def memory_gib_per_process(num_processes: int) -> float:
-    """The machine's memory in equal shares."""
+    """Divide the machine's memory into equal shares."""
     return float(psutil.virtual_memory().total) / num_processes / GIB
 
 
-QUERY = ("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
-TIME_LIMIT_SECONDS = 5
-
-
 def _ask_driver() -> str:
-    answer = subprocess.run(QUERY, capture_output=True, text=True, timeout=TIME_LIMIT_SECONDS, check=True)
+    """Ask the driver's tool for its GPUs: torch would take seconds to load for the same answer."""
+    answer = subprocess.run(GPU_QUERY, capture_output=True, text=True, timeout=TIME_LIMIT_SECONDS, check=True)
     return answer.stdout
 
 
 def installed_gpus(ask: Callable[[], str] = _ask_driver) -> tuple[Gpu, ...]:
-    """One of every kind of GPU here; none where there is no driver or it does not answer."""
+    """Return one of every kind of GPU here; none where no driver is installed or it does not answer."""
     try:
         lines = ask().splitlines()
     except (OSError, subprocess.SubprocessError):
         return ()
-    found = dict.fromkeys(gpu for line in lines if (gpu := _read_line(line)) is not None)
-    return tuple(found)
+    # Eight equal GPUs are one thing to review, not eight.
+    gpus = [_read_gpu(line) for line in lines]
+    return tuple(dict.fromkeys(gpu for gpu in gpus if gpu is not None))
 
 
-def _read_line(line: str) -> Gpu | None:
+def _read_gpu(line: str) -> Gpu | None:
+    """Read ``NVIDIA H200, 9.0``; None for a line of another form, such as an error of the driver's."""
     name, _, capability = line.rpartition(",")
     major, _, minor = capability.strip().partition(".")
     if not (name and major.isdigit() and minor.isdigit()):

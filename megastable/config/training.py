@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from megastable.config.reading.faults import Fault
-from megastable.config.section import Section, must_be_registered
+from megastable.config.section import RegisteredName, Section
 from megastable.core.init_std import INIT_SCHEMES
 
 LARGEST_SEED = 2**32 - 1
@@ -17,9 +18,8 @@ LARGEST_SEED = 2**32 - 1
 class InitConfig(Section):
     """Standard deviation of fresh weights."""
 
-    scheme: str = Field(
+    scheme: Annotated[str, RegisteredName(INIT_SCHEMES)] = Field(
         default="megatron_530b",
-        json_schema_extra={"enum": list(INIT_SCHEMES)},
         description="megatron_530b: sqrt(1/(3 hidden_size)); transformers_without_tears: sqrt(2/(5 hidden_size)); "
         "xavier: sqrt(2/(fan_in + fan_out)) of each matrix; fixed: std.",
     )
@@ -38,11 +38,6 @@ class InitConfig(Section):
     head_std: float | None = Field(
         default=None, gt=0, description="Standard deviation of an untied head; null: the scheme's."
     )
-
-    @field_validator("scheme")
-    @classmethod
-    def _registered(cls, name: str) -> str:
-        return must_be_registered(name, INIT_SCHEMES)
 
 
 class TrainingConfig(Section):

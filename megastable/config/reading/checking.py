@@ -19,17 +19,15 @@ from megastable.config.reading.messages import (
     Path,
     Place,
     dotted,
-    keys_of,
     message_for,
     nearest_key,
     paths_elsewhere,
     place_of,
-    section_types,
 )
 from megastable.config.refused_keys import REFUSED_KEYS
 from megastable.config.rules import LaunchedRun, broken_rules
 from megastable.config.run_config import MegastableConfig, RunConfig
-from megastable.config.section import Section
+from megastable.config.section import Section, keys_of, section_types
 
 
 def check(raw: Mapping[str, Any], world_size: int | None = None) -> tuple[RunConfig | None, list[Fault]]:

@@ -9,14 +9,13 @@ import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, get_args
+from typing import Final
 
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megastable.config.refused_keys import REFUSED_VALUES
 from megastable.config.run_config import RunConfig
-from megastable.config.section import Section
+from megastable.config.section import Section, keys_of, section_types, tag_of
 
 Path = tuple[str | int, ...]
 
@@ -49,24 +48,6 @@ def place_of(location: Sequence[str | int]) -> Place:
         field = keys_of(owner).get(str(part)) if owner else None
         candidates = section_types(field.annotation) if field else ()
     return Place(tuple(path), owner)
-
-
-def keys_of(section: type[Section]) -> dict[str, FieldInfo]:
-    """The section's fields by the names that they have in the file."""
-    return {field.alias or name: field for name, field in section.model_fields.items()}
-
-
-def section_types(annotation: Any) -> tuple[type[Section], ...]:
-    """The section classes that a field may hold; empty for a plain value."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return (annotation,)
-    return tuple(kind for part in get_args(annotation) for kind in section_types(part))
-
-
-def tag_of(section: type[Section]) -> str:
-    """The "type" that chooses this section among several."""
-    (tag,) = get_args(section.model_fields["type"].annotation)
-    return str(tag)
 
 
 def dotted(path: Path) -> str:

@@ -7,8 +7,7 @@ import jsonschema
 import pytest
 
 from megastable.config import RunConfig, json_schema, load_run_file, run_from_dict
-from megastable.config.reading.messages import keys_of, section_types
-from megastable.config.section import Section
+from megastable.config.section import Section, keys_of, section_types
 from tests.unit.config.config_examples import FULL, MINIMAL, SCHEMA_FILE, SHIPPED, faults_of, with_value
 
 each_shipped = pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

@@ -14,6 +14,7 @@ from megastable.config.reading.faults import Fault
 from megastable.config.section import Section
 
 Dtype = Literal["fp32", "bf16", "fp16"]
+"""A number format by the name that DeepSpeed's keys give it."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -146,32 +147,25 @@ class CsvMonitorConfig(Section):
     job_name: str = Field(default="DeepSpeedJobName", description="Subfolder of output_path for this run.")
 
 
-ACCUMULATION_DTYPES = {"fp32": ("fp32",), "bf16": ("bf16", "fp32"), "fp16": ("fp16", "fp32")}
+ACCUMULATION_DTYPES: dict[Dtype, tuple[Dtype, ...]] = {
+    "fp32": ("fp32",),
+    "bf16": ("bf16", "fp32"),
+    "fp16": ("fp16", "fp32"),
+}
 """Format of the weights -> formats in which their gradients may be accumulated."""
 
 
-def one_number_format(fp16: Fp16Config, bf16: Bf16Config) -> Iterator[Fault]:
-    """The whole model has one format."""
-    if fp16.enabled and bf16.enabled:
-        yield Fault("bf16.enabled", True, "fp16.enabled is true as well; enable one of them, or neither for float32")
-
-
-def accumulation_fits_the_format(fp16: Fp16Config, bf16: Bf16Config, data_types: DataTypesConfig) -> Iterator[Fault]:
-    """Gradients are accumulated in the format of the weights or in float32."""
-    if fp16.enabled and bf16.enabled:
-        return
-    weights = "fp16" if fp16.enabled else "bf16" if bf16.enabled else "fp32"
-    legal = ACCUMULATION_DTYPES[weights]
-    if data_types.grad_accum_dtype not in (None, *legal):
-        yield Fault(
-            "data_types.grad_accum_dtype",
-            data_types.grad_accum_dtype,
-            f"must be {' or '.join(legal)} in a run with {weights} weights",
-        )
+def weight_format(fp16: Fp16Config, bf16: Bf16Config) -> Dtype:
+    """Return the format of the weights, of which at most one is enabled."""
+    if fp16.enabled:
+        return "fp16"
+    if bf16.enabled:
+        return "bf16"
+    return "fp32"
 
 
 def loss_scale_starts_above_minimum(fp16: Fp16Config) -> Iterator[Fault]:
-    """A dynamic loss scale that starts below its own floor would jump up at the first overflow."""
+    """Refuse a dynamic loss scale that starts below its own floor: it would jump up at the first overflow."""
     if fp16.enabled and fp16.loss_scale == 0 and 2**fp16.initial_scale_power < fp16.min_loss_scale:
         yield Fault(
             "fp16.initial_scale_power",
@@ -181,6 +175,6 @@ def loss_scale_starts_above_minimum(fp16: Fp16Config) -> Iterator[Fault]:
 
 
 def adamw_decouples_weight_decay(optimizer: OptimizerConfig) -> Iterator[Fault]:
-    """DeepSpeed ignores adam_w_mode for AdamW; a false there asks for another optimizer than the name says."""
+    """Refuse adam_w_mode false for AdamW, which DeepSpeed ignores: it asks for another optimizer than the name says."""
     if optimizer.type == "AdamW" and not optimizer.params.adam_w_mode:
         yield Fault("optimizer.params.adam_w_mode", False, 'has no effect on AdamW; for L2 decay write "type": "Adam"')

@@ -1,4 +1,4 @@
-"""A whole run file as one frozen object."""
+"""A whole run file as one frozen object, as plain values again, and what differs between two of them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from megastable.config.deepspeed_keys import (
     TensorboardConfig,
     WandbConfig,
     ZeroConfig,
+    weight_format,
 )
 from megastable.config.lr_schedule import LrScheduleConfig
 from megastable.config.model import ModelConfig
@@ -30,7 +31,7 @@ from megastable.config.section import Section
 from megastable.config.training import CheckpointConfig, InitConfig, LoggingConfig, MonitorsConfig, TrainingConfig
 
 CUSTOMARY_CLIP_NORM = 0.5
-"""Of a GPT, which is the only kind of model here."""
+"""The global gradient norm that "auto" clips to: the customary one of a GPT, the only kind of model here."""
 
 
 def _number_or_auto(value: object) -> object:
@@ -109,25 +110,29 @@ class RunConfig(Section):
     megastable: MegastableConfig = Field(description="Everything that DeepSpeed has no key for.")
 
     @property
-    def number_format(self) -> Literal["fp32", "bf16", "fp16"]:
-        """Of the weights: fp32, bf16 or fp16."""
-        return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
+    def number_format(self) -> Dtype:
+        """Return the format of the weights."""
+        return weight_format(self.fp16, self.bf16)
 
     @property
     def clip_norm(self) -> float:
-        """The global norm to which gradients are scaled down; 0 for no clipping."""
+        """Return the global norm to which gradients are scaled down; 0 for no clipping."""
         return CUSTOMARY_CLIP_NORM if self.gradient_clipping == "auto" else self.gradient_clipping
 
 
 def run_as_dict(run: RunConfig) -> dict[str, Any]:
-    """The run file as plain values; loading it again gives an equal run."""
+    """Return the run file as plain values, with defaults filled in; loading it again gives an equal run."""
     return run.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Paths at which two nested dictionaries differ, with both values; None stands for a missing key."""
+    """Yield the dotted path and both values of every key in which two runs, as ``run_as_dict`` gives them, differ.
+
+    None stands for a key that one of them lacks.
+    """
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
             yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-    elif old != new and (old or new):  # a section without keys is as good as none
+    # A section that was written without keys asks for what one that was left out does.
+    elif old != new and (old or new):
         yield path, old, new

@@ -1,7 +1,4 @@
-"""Where the keys of a run file stand: pydantic's error locations as paths of the file, and the nearest legal key.
-
-What is legal, in one phrase, for each kind of field fault.
-"""
+"""From pydantic's errors to what a user reads: the key's path in the file, the nearest legal key, and what is legal."""
 
 from __future__ import annotations
 
@@ -25,22 +22,20 @@ LEAST_LIKENESS: Final = 0.6
 
 @dataclass(frozen=True)
 class Place:
-    """A key of the file: its path, and the section class that it belongs to (None inside lists)."""
+    """Locates a key of the file: its path, and the section class that it belongs to (None inside lists)."""
 
     path: Path
     owner: type[Section] | None
 
 
 def place_of(location: Sequence[str | int]) -> Place:
-    """Turn a pydantic error location into a path of the file.
-
-    pydantic puts the tag of a section with a "type" into the location, where the file has no such key.
-    """
+    """Turn a pydantic error location into a path of the file."""
     path: list[str | int] = []
     owner: type[Section] | None = None
     candidates: tuple[type[Section], ...] = (RunConfig,)
     for part in location:
         if len(candidates) > 1:
+            # pydantic puts the tag of a section with a "type" into the location, where the file has no such key.
             candidates = tuple(kind for kind in candidates if tag_of(kind) == part)
             continue
         path.append(part)
@@ -51,21 +46,22 @@ def place_of(location: Sequence[str | int]) -> Place:
 
 
 def dotted(path: Path) -> str:
-    """The path as it is printed and as an override writes it; list positions in brackets."""
+    """Write the path as an override does, with list positions in brackets."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return text.removeprefix(".")
 
 
 def nearest_key(place: Place) -> str | None:
-    """The legal key of the same section that the place's unknown key is most like."""
+    """Find the legal key of the same section that the place's unknown key is most like."""
     legal = list(keys_of(place.owner)) if place.owner else []
     matches = difflib.get_close_matches(str(place.path[-1]), legal, n=1, cutoff=LEAST_LIKENESS)
     return matches[0] if matches else None
 
 
 def paths_elsewhere(place: Place) -> list[str]:
-    """Dotted paths of the keys of other sections with exactly the place's name."""
+    """List the dotted paths of the keys of other sections with exactly the place's name."""
     paths = (dotted(path) for path in _all_paths(RunConfig, ()) if path[-1] == place.path[-1])
+    # Kinds of a section share keys, and so paths.
     return list(dict.fromkeys(paths))
 
 
@@ -77,9 +73,10 @@ def _all_paths(section: type[Section], prefix: Path) -> Iterator[Path]:
 
 
 def message_for(error: ErrorDetails, place: Place) -> str:
-    """The phrase for a pydantic error at ``place``; pydantic's own words where they do."""
+    """Say in one phrase what is legal at ``place``; in pydantic's own words where they are clear."""
     refused = REFUSED_VALUES.get(dotted(place.path), {})
     value = error["input"]
+    # A list could not be looked up, and true would be found as 1.
     if isinstance(value, int | str) and not isinstance(value, bool) and value in refused:
         return f"refused: {refused[value]}"
     if error["type"] in _MESSAGES:

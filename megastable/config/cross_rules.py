@@ -38,6 +38,7 @@ def one_number_format(fp16: Fp16Config, bf16: Bf16Config) -> Iterator[Fault]:
 
 def accumulation_fits_the_format(fp16: Fp16Config, bf16: Bf16Config, data_types: DataTypesConfig) -> Iterator[Fault]:
     """Require that gradients are accumulated in the format of the weights or in float32."""
+    # In the other 16-bit format sums would lose range (bf16 gradients in fp16) or digits (fp16 gradients in bf16).
     weights = weight_format(fp16, bf16)
     legal = ACCUMULATION_DTYPES[weights]
     if data_types.grad_accum_dtype not in (None, *legal):
@@ -64,6 +65,7 @@ def warmup_ends_before_decay(
     """Require that the warmup is over when the decay is."""
     warmup = lr_schedule.warmup
     decay = lr_schedule.decay
+    # A constant schedule has no decay: its key stands at the default, wherever the warmup ends.
     if lr_schedule.reads("decay") and _ends_later(warmup, decay, training, model):
         yield Fault(
             "megastable.lr_schedule.warmup",
@@ -105,6 +107,7 @@ def world_size_holds_whole_replicas(
     training: TrainingConfig, pipeline: PipelineConfig, tensor_parallel: TensorParallelConfig
 ) -> Iterator[Fault]:
     """Require that world size = stages x data-parallel replicas x tensor size."""
+    # Read from the file alone; processes_are_whole_replicas asks the same of the processes that a launch really has.
     if training.world_size is not None and training.world_size % (pipeline.num_stages * tensor_parallel.size):
         yield Fault(
             "megastable.training.world_size",
@@ -117,11 +120,13 @@ def world_size_holds_whole_replicas(
 def tensor_ranks_divide_the_model(model: ModelConfig, tensor_parallel: TensorParallelConfig) -> Iterator[Fault]:
     """Require that every split width falls into equal parts, one for each tensor rank."""
     size = tensor_parallel.size
+    # What a rank holds a part of: heads of the attention, columns of the feed-forward layer, rows of the embedding.
     divided = {
         "num_attention_heads": (model.num_attention_heads, ""),
         "ffn_hidden_size": (model.ffn_size, ""),
         "vocab_size": (model.padded_vocab_size, " once padded; choose another vocab_padding_multiple"),
     }
+    # Between the layers the ranks hold slices of the sequence instead of whole copies.
     if tensor_parallel.sequence_parallel:
         divided["seq_length"] = (model.seq_length, " under sequence_parallel")
     for key, (value, note) in divided.items():
@@ -176,6 +181,7 @@ def bpe_fits_the_model(data: DataConfig, model: ModelConfig) -> Iterator[Fault]:
     """Require a row of the embedding for every token that the BPE learns, and room in the BPE for every byte."""
     if not isinstance(data.tokenizer, BpeTokenizerConfig):
         return
+    # Without a size of its own the BPE learns as many tokens as the model has.
     if data.tokenizer.vocab_size is None and model.vocab_size < SMALLEST_BYTE_VOCAB:
         yield Fault(
             "megastable.model.vocab_size",

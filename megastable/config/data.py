@@ -12,6 +12,7 @@ from pydantic import Field
 
 from megastable.config.section import ChosenByType, Section
 
+# An empty path is the working directory to Python, which nobody means by it.
 NonEmpty = Annotated[str, Field(min_length=1)]
 
 NUM_BYTES = 256

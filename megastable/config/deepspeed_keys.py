@@ -24,6 +24,8 @@ class AdamParams(Section):
     lr: float = Field(
         gt=0, description="Highest learning rate, reached at the end of the warmup; see megastable.lr_schedule."
     )
+    # betas, eps and weight_decay are GPT-3's (Brown et al. 2020, appendix B). torch's own second beta, 0.999, averages
+    # over about 1000 steps instead of 20, so that the update follows a change of the gradient late.
     betas: tuple[Beta, Beta] = Field(
         default=(0.9, 0.95), description="Decay rates of the running means of the gradient and of its square."
     )
@@ -31,6 +33,7 @@ class AdamParams(Section):
     weight_decay: float = Field(
         default=0.1, ge=0, description="Decay of the matrices; biases and norms are not decayed."
     )
+    # DeepSpeed's name for what torch has two classes for.
     adam_w_mode: bool = Field(
         default=True,
         description="Only for type Adam: true decouples the weight decay (AdamW), false adds it to the gradient "
@@ -49,8 +52,10 @@ class OptimizerConfig(Section):
 class Fp16Config(Section):
     """float16 training with loss scaling. Neither this nor bf16 enabled means float32."""
 
+    # Every default of this section is DeepSpeed's own.
     enabled: bool = Field(default=False, description="Train in float16 with float32 master weights.")
     loss_scale: float = Field(default=0.0, ge=0, description="A fixed loss scale; 0 means a dynamic one.")
+    # The scale is held in float32, whose largest power of two is 2**127.
     initial_scale_power: int = Field(
         default=16, ge=0, le=127, description="The dynamic loss scale starts at 2 to this power."
     )
@@ -70,6 +75,7 @@ class Bf16Config(Section):
     """bfloat16 training. Neither this nor fp16 enabled means float32."""
 
     enabled: bool = Field(default=False, description="Train in bfloat16 with float32 master weights.")
+    # DeepSpeed's own default is false, which keeps all bf16 gradients until the micro-batch is done.
     immediate_grad_update: bool = Field(
         default=True,
         description="With float32 accumulation, add each gradient as soon as its backward made it "
@@ -90,7 +96,9 @@ class DataTypesConfig(Section):
 class ZeroConfig(Section):
     """ZeRO: the optimizer state is spread over the data-parallel replicas."""
 
+    # refused_keys.py says of every other stage why it does not work.
     stage: int = Field(default=1, ge=1, le=1, description="Only 1 works under the pipeline engine, in every precision.")
+    # DeepSpeed's own default is 500 million elements, 2 GB in fp32 even for a tiny model.
     reduce_bucket_size: int | None = Field(
         default=None,
         ge=1,
@@ -128,6 +136,7 @@ class CometConfig(Section):
     samples_log_interval: int = Field(default=100, ge=1, description="Samples between two logged points.")
     project: str | None = Field(default=None, description="Project; null takes Comet's own configuration.")
     workspace: str | None = Field(default=None, description="Workspace; null takes Comet's own configuration.")
+    # repr=False keeps the key out of logs and tracebacks.
     api_key: str | None = Field(
         default=None, repr=False, description="API key; better left null and given as COMET_API_KEY."
     )

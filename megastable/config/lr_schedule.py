@@ -86,6 +86,7 @@ def types_that_read(key: str) -> list[str]:
 
 def lr_keys_belong_to_the_type(lr_schedule: LrScheduleConfig) -> Iterator[Fault]:
     """Refuse a key that the type would ignore, unless it stands at its default and so asks for nothing."""
+    # By value and not by presence: a run's own dump, which has to load again, names every key.
     values = lr_schedule.model_dump()
     defaults = LrScheduleConfig().model_dump()
     for key in SCHEDULE_FIELDS:

@@ -23,6 +23,7 @@ def _kinds_fit_together(value: object) -> object:
     if isinstance(value, bool):
         return value
     if isinstance(value, list | tuple) and value and all(isinstance(kind, str) for kind in value):
+        # Whole blocks include both halves, so that a list of a block and a half would say one thing twice.
         alone = len(value) == 1 and value[0] in EXCLUSIVE
         together = len(value) == len(set(value)) and set(value) <= set(HALVES)
         if alone or together:
@@ -48,6 +49,7 @@ def _method_or_block_counts(value: object) -> object:
     if isinstance(value, str) and value in PARTITIONS:
         return value
     if isinstance(value, str) and value.startswith(TYPE_PREFIX):
+        # DeepSpeed searches the names of classes for it, only after every process has started.
         try:
             re.compile(value.removeprefix(TYPE_PREFIX))
         except re.error as error:
@@ -67,6 +69,7 @@ PartitionMethod = Annotated[
     str | tuple[int, ...],
     BeforeValidator(
         _method_or_block_counts,
+        # What a JSON Schema can say of it: neither that a regular expression is one, nor that the counts fit the model.
         json_schema_input_type=Annotated[str, Field(pattern=f"^({'|'.join(PARTITIONS)}|{TYPE_PREFIX}.*)$")]
         | list[Annotated[int, Field(ge=0)]],
     ),

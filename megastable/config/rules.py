@@ -68,33 +68,39 @@ class Rule:
 
     @property
     def sections(self) -> dict[str, type[Section]]:
-        """The sections that the rule reads, by the names of its parameters; their types say which."""
+        """Return the sections that the rule reads, by the names of its parameters; their types say which."""
         return {name: kind for name, kind in get_type_hints(self.function).items() if name != "return"}
 
 
 RULES: tuple[Rule, ...] = (
+    # The model, and how it is cut into stages.
     Rule(heads_divide_hidden_size),
     Rule(kv_heads_divide_heads),
+    # Of heads that do not divide the width, head_dim is rounded down and says nothing.
     Rule(rotary_needs_even_head_dim, needs=(heads_divide_hidden_size,)),
     Rule(no_more_stages_than_layers),
     Rule(block_counts_make_the_model),
     Rule(type_matches_a_class),
+    # A cut that cannot be computed leaves no stages to look into.
     Rule(
         every_stage_has_weights,
         needs=(no_more_stages_than_layers, block_counts_make_the_model, type_matches_a_class),
     ),
     Rule(world_size_holds_whole_replicas),
+    # Fresh weights, tokens and evaluation.
     Rule(std_belongs_to_fixed),
     Rule(head_std_needs_a_head),
     Rule(capped_attention_is_plain),
     Rule(bpe_fits_the_model),
     Rule(bytes_fit_the_model),
     Rule(evaluation_needs_validation_data),
+    # What tensor ranks split.
     Rule(tensor_ranks_divide_the_model),
     Rule(tensor_ranks_divide_kv_heads),
     Rule(sequence_parallel_needs_tensor_ranks),
     Rule(loss_chunks_hold_every_slice),
     Rule(compiled_blocks_are_whole),
+    # The ramp, its micro-batches, and the length of the run.
     Rule(ramp_has_one_form),
     Rule(ramp_reaches_final),
     Rule(ramp_steps_rise),
@@ -102,16 +108,23 @@ RULES: tuple[Rule, ...] = (
     Rule(auto_goes_by_a_calibration),
     Rule(auto_chooses_every_size),
     Rule(one_run_length),
+    # Number formats and the optimizer.
     Rule(one_number_format),
+    # With fp16 and bf16 both enabled the weights have no format to compare with.
     Rule(accumulation_fits_the_format, needs=(one_number_format,)),
     Rule(loss_scale_starts_above_minimum),
     Rule(adamw_decouples_weight_decay),
+    # The learning rate.
     Rule(min_lr_is_not_above_lr),
     Rule(lr_keys_belong_to_the_type),
     Rule(warmup_ends_before_decay),
+    # Between two ends in the wrong order nothing lies, which is not the constant part's fault.
     Rule(stable_ends_between, needs=(warmup_ends_before_decay,)),
+    # The launch, where the number of processes is known.
     Rule(auto_starts_from_one_sample),
     Rule(processes_are_whole_replicas),
+    # The ramp is expanded over the whole run on a layout, which takes a sound ramp, length and layout. That "auto" has
+    # its calibration is not needed: a missing one does not change how batches divide.
     Rule(
         batches_divide_among_replicas,
         needs=(

@@ -35,6 +35,7 @@ CUSTOMARY_CLIP_NORM = 0.5
 
 
 def _number_or_auto(value: object) -> object:
+    # Before pydantic's own check, which would report a wrong value once as no number and once as not "auto".
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
     if value != "auto" and not is_number:
         raise PydanticCustomError("clip_norm", 'must be a number of at least 0, or "auto"')
@@ -74,6 +75,7 @@ class MegastableConfig(Section):
 class RunConfig(Section):
     """One run: DeepSpeed's own keys, plus the section "megastable"."""
 
+    # Editors look for "$schema", which is not a legal name in Python.
     schema_reference: str | None = Field(
         default=None, alias="$schema", description="Path of this JSON Schema, for editors; not read."
     )
@@ -82,11 +84,13 @@ class RunConfig(Section):
         ge=1,
         description="Samples of one micro-batch; megastable.batch_rampup.micro_batch_size_steps may change it later.",
     )
+    # DeepSpeed's own default is no clipping; 1.0 is GPT-3's (Brown et al. 2020, appendix B).
     gradient_clipping: ClipNorm = Field(
         default=1.0,
         description='Gradients are scaled down to this global norm; 0 means no clipping, "auto" the customary value '
         f"of a GPT, {CUSTOMARY_CLIP_NORM}.",
     )
+    # DeepSpeed's own default is the 16-bit format, which would round fp32 sums on their way between replicas.
     communication_data_type: Dtype | None = Field(
         default=None,
         description="Format in which gradients travel between replicas; null: fp32 where they are accumulated in fp32, "
@@ -122,6 +126,7 @@ class RunConfig(Section):
 
 def run_as_dict(run: RunConfig) -> dict[str, Any]:
     """Return the run file as plain values, with defaults filled in; loading it again gives an equal run."""
+    # Without nulls: they mean the same as a missing key, and an older run would seem to differ in every newer key.
     return run.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 

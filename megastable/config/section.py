@@ -24,6 +24,8 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 class Section(BaseModel):
     """A JSON object of the run file: unknown keys are refused, types are not converted, instances are frozen."""
 
+    # strict: pydantic would read "8" as 8 and true as 1, other readers of the same file would not.
+    # allow_inf_nan: Python's JSON parser takes NaN, with which every comparison of a rule is silently false.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 

@@ -73,8 +73,7 @@ def _key_message(place: Place) -> str:
     elsewhere = paths_elsewhere(place)
     if elsewhere:
         return f"unknown key here; did you mean {' or '.join(elsewhere)}?"
-    legal = ", ".join(keys_of(place.owner)) if place.owner else ""
-    return f"unknown key; legal keys here are {legal}"
+    return f"unknown key; legal keys here are {', '.join(place.legal_keys)}"
 
 
 def _mend_key(raw: dict[str, Any], place: Place, written_as: dict[Path, str]) -> None:
@@ -116,6 +115,7 @@ def _valid_sections(raw: Mapping[str, Any]) -> dict[type[Section], Section]:
 def _valid_fields(owner: type[Section], raw: Mapping[str, Any]) -> Iterator[tuple[type[Section], Section]]:
     for key, field in keys_of(owner).items():
         for kind in section_types(field.annotation):
+            # A misspelt section has been mended by now, so a section that is not there was really left out.
             if key not in raw and not field.is_required():
                 yield kind, field.get_default(call_default_factory=True)
             elif key in raw:

@@ -11,6 +11,8 @@ from unittest import mock
 from pydantic import Field
 
 from megastable.config import DataConfig, MegastableConfig, RunConfig
+from megastable.config import section as sections
+from megastable.config.data import SourceSection
 from megastable.config.section import Section
 from megastable.core.errors import UserError
 from megastable.data.sources import SOURCES, SourceKind
@@ -52,21 +54,27 @@ class CountingDocuments:
 def counting_source_registered(may_download: bool = False) -> Iterator[None]:
     """Add the source to the registry and its section to the schema, and take both out again."""
     kind = SourceKind(CountingDocuments, may_download)
-    with mock.patch.dict(SOURCES, {"counting": kind}), data_section_added("source", CountingSourceConfig):
+    with mock.patch.dict(SOURCES, {"counting": kind}), data_section_added(SourceSection, CountingSourceConfig):
         yield
 
 
 @contextlib.contextmanager
-def data_section_added(key: str, section: type[Section]) -> Iterator[None]:
-    """Let ``megastable.data``'s ``key`` be a ``section`` as well, as a line in its union does."""
-    field = DataConfig.model_fields[key]
-    known = field.annotation
+def data_section_added(base: type[Section], section: type[Section]) -> Iterator[None]:
+    """Let ``section`` be one of the kinds of ``base``.
+
+    A user writes ``class CountingSourceConfig(SourceSection)``. A subclass would stay for the whole process, where
+    other tests list the kinds that the product has.
+    """
+    own_kinds = sections.kinds_of
+
+    def kinds_of(asked: type[Section]) -> tuple[type[Section], ...]:
+        return (*own_kinds(asked), section) if asked is base else own_kinds(asked)
+
     try:
-        field.annotation = known | section  # type: ignore[assignment]
-        _rebuild_schema()
-        yield
+        with mock.patch.object(sections, "kinds_of", kinds_of):
+            _rebuild_schema()
+            yield
     finally:
-        field.annotation = known
         _rebuild_schema()
 
 

@@ -11,6 +11,7 @@ from unittest import mock
 from pydantic import Field
 
 from megastable.config import ModelConfig
+from megastable.config.data import TokenizerSection
 from megastable.config.section import Section
 from megastable.data.text_tokenizers import TOKENIZERS, check_fits_model
 from tests.support.toy_source import data_section_added
@@ -54,5 +55,5 @@ class LengthsKind:
 def lengths_tokenizer_registered() -> Iterator[None]:
     """Add the tokenizer to the registry and its section to the schema, and take both out again."""
     kind = LengthsKind()
-    with mock.patch.dict(TOKENIZERS, {"lengths": kind}), data_section_added("tokenizer", LengthsTokenizerConfig):
+    with mock.patch.dict(TOKENIZERS, {"lengths": kind}), data_section_added(TokenizerSection, LengthsTokenizerConfig):
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.memory import case_plan, measured_bytes
+from memory import case_plan, measured_bytes
 from megastable.planning.memory import stage_memory
 from tests.support.ranks import run_ranks
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.peers import report
+import report
 
 NAMES = (report.OWN, *report.ONE_F_ONE_B_PEERS, "torch ZBV", report.LIMIT)
 step_seconds = st.floats(0.01, 10)

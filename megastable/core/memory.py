@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+GIB = 2**30
 FP32_BYTES = 4
 MOMENTS = 2
 """Adam's running means: of the gradient and of its square."""

@@ -6,10 +6,9 @@ import statistics
 from typing import Any
 
 import pytest
+import report
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-import report
 
 NAMES = (report.OWN, *report.ONE_F_ONE_B_PEERS, "torch ZBV", report.LIMIT)
 step_seconds = st.floats(0.01, 10)

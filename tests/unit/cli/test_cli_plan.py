@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megastable.cli.main import app
-from megastable.cli.plan import shown_indices
+from megastable.cli.tables import shown_indices
 from megastable.planning.micro_batches import load_plan
 from tests.support.tiny_run import run_dict
 from tests.unit.cli.test_cli import PNG, exit_of_main

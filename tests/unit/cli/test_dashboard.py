@@ -12,13 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.cli import watch
-from megastable.cli.cells import duration, percent, significant
-from megastable.cli.curve import BLOCKS, bars
-from megastable.cli.layer_table import COLUMNS, MARK, outliers
 from megastable.cli.main import main
+from megastable.cli.run_drawings import BLOCKS, COLUMNS, MARK, bars, outliers
 from megastable.cli.run_fields import STEP_FIELDS, WATCHED_FIELDS
 from megastable.cli.run_files import RunState
+from megastable.cli.tables import duration, percent, significant
 from tests.unit.cli.watch_examples import EVENTS, LAYERS, frame, metrics_row, state_of, write_config, write_rows
 from tests.unit.training.metrics_examples import HARD_STEPS, step_metrics
 
@@ -311,7 +309,7 @@ def test_on_a_terminal_frames_follow_the_run_until_ctrl_c(
             raise KeyboardInterrupt
         write_rows(run_dir / "metrics.jsonl", [metrics_row(step)], mode="a")
 
-    monkeypatch.setattr(watch.time, "sleep", run_writes_a_step)
+    monkeypatch.setattr("megastable.cli.watch.time.sleep", run_writes_a_step)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     assert exit_of_main(monkeypatch, str(run_dir), "--refresh", "0.25") == 0

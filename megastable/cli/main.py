@@ -22,6 +22,7 @@ from megastable.training.host import installed_gpus, look_at_text
 app = typer.Typer(
     help="Tools around pre-training a GPT. Training itself: deepspeed launch/train.py --deepspeed_config FILE.",
     no_args_is_help=True,
+    # Rich's frames break the lines of a traceback, which the report of a fault needs whole.
     pretty_exceptions_enable=False,
 )
 
@@ -192,7 +193,7 @@ def watch(
 
 
 def main() -> None:
-    """Entry point of the console script; a user's mistake ends with one message and exit code 2."""
+    """Run the command as the console script does; a user's mistake ends with one message and exit code 2."""
     try:
         app()
     except UserError as error:

@@ -113,6 +113,7 @@ def plot_forecast(forecast: Forecast, output: Path) -> None:
     """
     figure = empty_figure()
     speeds = [entry.speed for entry in forecast.phases if entry.speed is not None]
+    # Speeds are known of all phases or of none.
     num_panels = 3 if speeds else 2
     panels = figure.subplots(num_panels, 1, sharex=True)
     # One sample more than phases: every phase from its first sample to that of the next, the last to the edge.
@@ -123,7 +124,8 @@ def plot_forecast(forecast: Forecast, output: Path) -> None:
     panels[0].set_ylabel("global batch\n(samples)")
     if speeds:
         _draw_speeds(panels[1], samples, speeds)
-        _draw_time(panels[2], samples, forecast)
+        seconds_per_sample = [speed.step_seconds / batch for speed, batch in zip(speeds, batches, strict=True)]
+        _draw_time(panels[2], samples, seconds_per_sample)
     else:
         _draw_steps(panels[1], samples, [1 - entry.idle_share for entry in forecast.phases], color="tab:red")
         panels[1].set_ylabel("share of the time that\nthe pipeline is busy")
@@ -148,14 +150,13 @@ def _draw_speeds(axes: Any, samples: list[int], speeds: list[PhaseSpeed]) -> Non
     axes.legend(frameon=False, loc="lower right")
 
 
-def _draw_time(axes: Any, samples: list[int], forecast: Forecast) -> None:
+def _draw_time(axes: Any, samples: list[int], seconds_per_sample: list[float]) -> None:
     """Draw the time since the start at the ends of all phases."""
     hours = [0.0]
-    for index, entry in enumerate(forecast.phases):
-        # Not the phase's own number of steps: the last phase is cut where the picture ends.
-        steps = (samples[index + 1] - samples[index]) / entry.phase.batch.global_batch_size
-        step_seconds = entry.speed.step_seconds if entry.speed else 0.0
-        hours.append(hours[-1] + steps * step_seconds / SECONDS_PER_HOUR)
+    for index, seconds in enumerate(seconds_per_sample):
+        # By samples, not by the phase's number of steps: the last phase is cut where the picture ends.
+        num_samples = samples[index + 1] - samples[index]
+        hours.append(hours[-1] + num_samples * seconds / SECONDS_PER_HOUR)
     if hours[-1] > LONG_RUN_HOURS:
         axes.plot(samples, [value / HOURS_PER_DAY for value in hours], color="tab:blue")
         axes.set_ylabel("time\n(days, predicted)")

@@ -34,7 +34,6 @@ from megastable.training.host import probe_this_cpu
 RAMP_COLUMNS = ("step", "sample", "steps", "batch", "micro-batches", "bubble", "idle", "a step", "TFLOPs", "time")
 SHOWN_PHASES = 12
 """A longer ramp is shown by its first and last phases, and some between."""
-MEMORY_COLUMNS = ("weights", "gradients", "master_weights", "moments", "activations", "buffers", "update", "total")
 LAYOUT_COLUMNS = ("stages", "replicas", "tensor", "micro-batch", "recompute", "ramp from", "time to train", "GiB")
 SHOWN_LAYOUTS = 15
 SHOWN_REASONS = 10
@@ -79,6 +78,7 @@ def print_forecast(request: PlanRequest, picture: Path | None, json_wanted: bool
     if request.save_calibration is not None:
         plan, devices_assumed = load_plan(request.config, request.devices)
     result = forecast(plan, basis.machine, basis.calibration)
+    # Before anything is printed, so that a picture that is refused leaves one message and no output.
     if picture is not None:
         plot_forecast(result, picture)
     if json_wanted:
@@ -148,12 +148,12 @@ def _speed_cells(entry: PhaseForecast) -> tuple[str, str, str]:
 
 
 def _memory_table(result: Forecast) -> Table:
-    headings = (heading.replace("_", " ") for heading in MEMORY_COLUMNS)
-    table = make_table("memory of a device, GiB, by stage", "stage", "layers", *headings)
+    kinds = (kind.replace("_", " ") for kind in result.memory[0].by_kind())
+    table = make_table("memory of a device, GiB, by stage", "stage", "layers", *kinds)
     cut = result.plan.cut
     for stage, use in enumerate(result.memory):
-        bytes_of = use.by_kind()
-        table.add_row(str(stage), cut.descriptions[stage], *(f"{bytes_of[kind] / GIB:.2f}" for kind in MEMORY_COLUMNS))
+        cells = (f"{num_bytes / GIB:.2f}" for num_bytes in use.by_kind().values())
+        table.add_row(str(stage), cut.descriptions[stage], *cells)
     # The total is no sum of its row: the update's buffers are made after the activations have been freed.
     table.caption = (
         f"predicted imbalance of the stages {percent(cut.imbalance)}; "
@@ -217,7 +217,7 @@ def _show_layouts(layouts: list[Candidate], name: str, assumptions: list[str]) -
             str(layout.micro_batch_size),
             "yes" if layout.activation_checkpointing else "no",
             ABSENT if layout.ramp_start is None else str(layout.ramp_start),
-            duration(layout.seconds_to_train or 0.0),
+            duration(layout.seconds_to_train or 0.0),  # known of every feasible layout
             f"{layout.memory_gib:.1f}",
         )
     console.print(table)

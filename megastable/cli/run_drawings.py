@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -44,9 +45,12 @@ def bars(values: Sequence[float | None], width: int, height: int) -> list[str]:
 
 def _fit(values: Sequence[float | None], width: int) -> list[float | None]:
     """Reduce the values to at most ``width``, each the largest of a group of neighbours."""
+    if not values:
+        return []
     count = min(len(values), width)
-    bounds = [index * len(values) // count for index in range(count + 1)] if count else [0]
-    return [_largest(values[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    # Integers, so that no value falls between two groups.
+    bounds = [index * len(values) // count for index in range(count + 1)]
+    return [_largest(values[start:stop]) for start, stop in pairwise(bounds)]
 
 
 def _largest(values: Sequence[float | None]) -> float | None:
@@ -139,8 +143,11 @@ def outliers(layers: dict[str, Row]) -> list[Outlier]:
             value = number(layer, column.key)
             if value is not None:
                 known[name] = value
-        middle = median(known.values()) if known else 0.0
-        if middle <= 0:  # most layers have no such value, and a ratio to zero says nothing
+        if not known:
+            continue
+        # The median, which an outlier does not move; a mean would hide it in a shallow model.
+        middle = median(known.values())
+        if middle <= 0:  # a ratio to zero says nothing
             continue
         for name, value in known.items():
             if value / middle >= OUTLIER_RATIO:
@@ -174,13 +181,14 @@ class LayerTable:
             return list(layers)
         # A dict, because it keeps the order and every name once: the outliers, largest first, then all others.
         by_interest = dict.fromkeys([*(one.layer for one in found), *layers])
+        # At least one row, however low the terminal is.
         kept = set(list(by_interest)[: max(1, self.max_lines - LINES_AROUND_ROWS)])
         return [name for name in layers if name in kept]
 
 
 def _table(layers: dict[str, Row], marked: set[tuple[str, str]]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("\nlayer", no_wrap=True)
+    table.add_column("\nlayer", no_wrap=True)  # in the second line of the heads, beside their last words
     for column in COLUMNS:
         table.add_column(column.head, justify="right", no_wrap=True)
     for name, values in layers.items():
@@ -198,7 +206,9 @@ def _layer_cell(values: Row, column: Column, is_marked: bool) -> Text:
 
 
 def _caption(found: list[Outlier], hidden: int) -> str:
-    more = f"{hidden} more layers do not fit. " if hidden else ""
+    more = ""
+    if hidden > 0:
+        more = f"{hidden} more layers do not fit. "
     if not found:
         return f"{more}No value is {OUTLIER_RATIO:g} times the median of its column."
     worst = found[0]

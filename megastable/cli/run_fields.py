@@ -90,6 +90,7 @@ def _gradient_norm(state: RunState) -> Text:
 
 
 def _clipping(state: RunState) -> Text:
+    # The gradient is multiplied by the coefficient, so that 1 leaves it as it is.
     if number(state.newest, "clip_coefficient") == 1.0:
         return Text("1 (not clipped)")
     return cell(state.newest, "clip_coefficient")
@@ -160,6 +161,7 @@ def _headroom(state: RunState) -> Text:
         return text
     if share >= _headroom_warning(state):
         text.stylize("bold red")
+    # Only the share is colored: what follows is appended after the style.
     text.append(f" of {number_format(state)}'s maximum")
     largest = _largest_value(row)
     if largest is not None:
@@ -168,17 +170,21 @@ def _headroom(state: RunState) -> Text:
 
 
 def number_format(state: RunState) -> str:
-    """Name the format in which the run computes."""
-    return state.run.number_format if state.run else "the number format"
+    """Return the name of the format in which the run computes."""
+    if state.run is None:
+        return "the number format"
+    return state.run.number_format
 
 
 def _headroom_warning(state: RunState) -> float:
     """Return the share of the maximum from which the run itself warns."""
-    return state.run.megastable.monitors.headroom_warning if state.run else 1.0
+    if state.run is None:
+        return 1.0
+    return state.run.megastable.monitors.headroom_warning
 
 
 def _largest_value(row: Row) -> str | None:
-    """Name the largest value of all layers that the number format has to hold; None where none is known."""
+    """Describe the largest value of all layers that the number format has to hold; None where none is known."""
     values = []
     for layer, of_layer in layers_of(row).items():
         for key, name in HEADROOM_KEYS.items():

@@ -36,7 +36,9 @@ def number(row: Row, key: str) -> float | None:
     value = row.get(key)
     # bool is a subclass of int, but `true` is no number in JSON.
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if is_number else None
+    if not is_number:
+        return None
+    return value
 
 
 def layers_of(row: Row) -> dict[str, Row]:
@@ -140,14 +142,17 @@ class RunState:
         """Return the median step time of the recent steps; None where none of them has one."""
         seconds = [number(row, "step_seconds") for row in self.recent(PACE_STEPS)]
         known = [value for value in seconds if value is not None]
-        return median(known) if known else None
+        if not known:
+            return None
+        # The median, which a single slow step does not move.
+        return median(known)
 
     @property
     def seconds_left(self) -> float | None:
         """Estimate the time to the end of the run; None where the end or the pace is unknown."""
         consumed = number(self.newest, "consumed_samples")
         paces = [(number(row, "global_batch_size"), number(row, "step_seconds")) for row in self.recent(PACE_STEPS)]
-        known = [(samples, seconds) for samples, seconds in paces if samples and seconds]
+        known = [(samples, seconds) for samples, seconds in paces if samples and seconds]  # zero cannot be divided by
         if self.length is None or consumed is None or not known:
             return None
         # The pace is one of samples, not of steps: under a ramp, steps grow longer.
@@ -214,8 +219,10 @@ class RunReader:
         if rows:
             # The first time, the file knows when it was written; later this clock does, which may differ from the
             # clock of the machine that writes.
-            seen_before = self.state.newest_step_unix is not None
-            self.state.newest_step_unix = now_unix if seen_before else self._metrics.changed_unix
+            if self.state.newest_step_unix is None:
+                self.state.newest_step_unix = self._metrics.changed_unix
+            else:
+                self.state.newest_step_unix = now_unix
         if afresh:
             self.state.steps.clear()
         for row in rows:

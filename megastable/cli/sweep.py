@@ -175,6 +175,7 @@ def curves(rows: list[SweepRow], work: Work, quantity: str) -> Iterator[SizeCurv
     """Yield a curve for every micro-batch size, of seconds or of the speed that follows from them."""
 
     def value(row: SweepRow, seconds: float) -> float:
+        """Return the quantity of a step that takes ``seconds``."""
         if quantity == SECONDS:
             return seconds
         return tflops_per_device(work.model_flops_per_sample, row.global_batch_size, seconds, work.num_devices)

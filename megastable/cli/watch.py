@@ -50,6 +50,7 @@ def watch_run(run_dir: Path, refresh_seconds: float, once: bool) -> None:
         return
     with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
+            # The height is asked every time: a terminal may be resized while it is watched.
             live.update(_frame(reader, console.height), refresh=True)
             time.sleep(refresh_seconds)
 

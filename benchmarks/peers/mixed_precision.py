@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megastable.config import RunConfig
 
@@ -23,9 +23,10 @@ class MasterWeightAdamW:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], run: RunConfig, shared: bool) -> None:
-        self._parameters = list(parameters)
+        self._parameters: list[Tensor] = list(parameters)
         self._masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self._parameters]
-        self._clip_norm, self._shared = run.clip_norm, shared
+        self._clip_norm = run.clip_norm
+        self._shared = shared
         params = run.optimizer.params
         groups = [
             {"params": [p for p in self._masters if p.dim() > 1], "weight_decay": params.weight_decay},
@@ -42,7 +43,8 @@ class MasterWeightAdamW:
             dist.all_reduce(square)
         torch._foreach_mul_(gradients, (self._clip_norm / (square.sqrt() + 1e-6)).clamp(max=1.0))
         for parameter, master, gradient in zip(self._parameters, self._masters, gradients, strict=True):
-            parameter.grad, master.grad = None, gradient
+            parameter.grad = None
+            master.grad = gradient
         self._adamw.step()
         if self._masters[0] is not self._parameters[0]:
             torch._foreach_copy_(self._parameters, self._masters)

@@ -77,7 +77,8 @@ def table(rows: Sequence[Row], columns: dict[str, Value], needs: dict[str, tuple
 
 def candidates(rows: Sequence[Row]) -> list[str]:
     """Names that ran at some batch size, in the order of the first row that has most of them."""
-    return list(max((row["seconds"] for row in rows), key=len))
+    names_of_rows = [list(row["seconds"]) for row in rows]
+    return max(names_of_rows, key=len)
 
 
 def markdown(result: dict[str, Any]) -> str:

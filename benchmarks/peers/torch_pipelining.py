@@ -119,4 +119,4 @@ class ZeroBubbleV(TorchPipelining):
 
     def make_schedule(self, stages: list[PipelineStage], num_micro_batches: int, loss: TorchLoss) -> Any:
         """Over both stages."""
-        return ScheduleZBVZeroBubble(stages, num_micro_batches, loss, scale_grads=False)
+        return ScheduleZBVZeroBubble(list(stages), num_micro_batches, loss, scale_grads=False)

@@ -68,8 +68,8 @@ class LiveStorages(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = 0
         self._bytes: dict[int, int] = {}
-        # What lives already: weights, optimizer states and buffers. Exact types, since isinstance would look into
-        # every object of the process, and some of them import modules when they are looked into.
+        # What lives already: weights, optimizer states and buffers. Exact types, because isinstance asks every object
+        # for its class, for which a lazy proxy imports what it stands for.
         for thing in gc.get_objects():
             if type(thing) in (Tensor, torch.nn.Parameter):
                 self.count(thing)

@@ -28,6 +28,7 @@ class MasterWeightAdamW:
         self._clip_norm = run.clip_norm
         self._shared = shared
         params = run.optimizer.params
+        # Matrices decay; biases and the scales of norms do not.
         groups = [
             {"params": [p for p in self._masters if p.dim() > 1], "weight_decay": params.weight_decay},
             {"params": [p for p in self._masters if p.dim() <= 1], "weight_decay": 0.0},
@@ -37,6 +38,7 @@ class MasterWeightAdamW:
     @torch.no_grad()
     def step(self) -> None:
         """Clip, update, write the 16-bit weights anew and forget the gradients."""
+        # Copies where the weights have 16 bits; in fp32 the gradients themselves, which are then clipped in place.
         gradients = [p.grad.float() for p in self._parameters if p.grad is not None]
         square = nn.utils.get_total_norm(gradients) ** 2
         if self._shared:

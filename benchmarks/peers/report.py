@@ -131,7 +131,9 @@ def fixed_costs(rows: Sequence[Row], num_stages: int) -> list[str]:
         ]
         cost = calibrate(steps, num_stages)
         each = cost.passes(1).slowest_stage
-        lines.append(f"| {name} | {cost.fixed_seconds:.3f} | {each:.3f} | {cost.fixed_seconds / each:.2f} |")
+        # On a busy machine a larger batch may take no longer than a smaller one, and then all of a step is fixed.
+        ratio = f"{cost.fixed_seconds / each:.2f}" if each > 0 else "-"
+        lines.append(f"| {name} | {cost.fixed_seconds:.3f} | {each:.3f} | {ratio} |")
     return lines
 
 

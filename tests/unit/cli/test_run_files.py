@@ -174,7 +174,7 @@ def test_a_file_that_cannot_be_read_is_a_fault_until_it_can(tmp_path: Path) -> N
     assert reader.state.faults == []
 
 
-def test_a_config_of_another_version_is_told_and_a_new_one_is_read(tmp_path: Path) -> None:
+def test_a_config_of_another_version_is_a_fault_and_a_new_one_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"no_such_key": 1}')
     reader = RunReader(tmp_path)
     state = reader.refresh(NOW_UNIX)

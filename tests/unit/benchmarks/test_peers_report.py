@@ -6,10 +6,9 @@ import statistics
 from typing import Any
 
 import pytest
+import report
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from benchmarks.peers import report
 
 NAMES = (report.OWN, *report.ONE_F_ONE_B_PEERS, "torch ZBV", report.LIMIT)
 step_seconds = st.floats(0.01, 10)
@@ -90,3 +89,8 @@ def test_the_fixed_cost_is_what_micro_batches_do_not_explain(each: float, fixed:
     assert f"| {report.OWN} | {fixed:.3f} | {each:.3f} |" in lines[5]
     assert len(lines) == 5 + 1 + len(report.ONE_F_ONE_B_PEERS)
     assert report.fixed_costs(rows[:1], num_stages=2) == []
+
+
+def test_steps_that_do_not_grow_with_their_micro_batches_are_all_fixed_cost() -> None:
+    rows = [row(dict.fromkeys(NAMES, seconds), count) for count, seconds in ((1, 0.3), (2, 0.2))]
+    assert "| 0.000 | - |" in report.fixed_costs(rows, num_stages=2)[5]

@@ -1,4 +1,4 @@
-"""From a run file to the dictionary that DeepSpeed reads."""
+"""Turns a run file into the dictionary that DeepSpeed reads."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from megastable.core.batch_rampup import Batch
 from megastable.core.flops import BLOCK
 
 MONITOR_SECTIONS = ("tensorboard", "wandb", "comet", "csv_monitor")
-MONITOR_FOLDERS = ("tensorboard", "csv_monitor")  # those that write files, into the run folder unless told otherwise
+MONITOR_FOLDERS = ("tensorboard", "csv_monitor")
+"""Those that write files; into the run folder, unless the run file names another."""
 
 
 def deepspeed_config(run: RunConfig, batch: Batch, run_dir: Path, reduce_bucket_size: int) -> dict[str, Any]:
-    """DeepSpeed's own view of the run, for its first ``batch``.
+    """Return DeepSpeed's view of the run, for its first ``batch``.
 
-    Optimizer, schedule and ramp are left out: the engine floor builds the first and drives the others itself.
+    Optimizer, schedule and ramp are left out: the first is built here, and the others are applied before every step.
 
     Args:
         reduce_bucket_size: elements of the gradient buffer that ZeRO allocates every step. DeepSpeed's own default is

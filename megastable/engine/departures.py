@@ -24,8 +24,8 @@ DEPARTURES: tuple[Departure, ...] = (
         symptom="every received activation is copied twice",
         cause="DeepSpeed receives into one buffer, clones it to keep it, and clones that to compute with",
         upstream={
-            f"{PIPE_ENGINE}._exec_recv_activations": "",
-            f"{PIPE_ENGINE}._recv_tensor_meta": "",
+            f"{PIPE_ENGINE}._exec_recv_activations": "92ba4d9dc360",
+            f"{PIPE_ENGINE}._recv_tensor_meta": "01e316793e2a",
         },
         test="tests/engine/test_instructions.py::test_no_received_activation_is_copied_and_no_output_is_held",
     ),
@@ -34,7 +34,7 @@ DEPARTURES: tuple[Departure, ...] = (
         scope="engine",
         symptom="inputs are copied, and the last stage holds the logits of two micro-batches",
         cause="DeepSpeed clones the input, which a layer may write into, and keeps outputs until others replace them",
-        upstream={f"{PIPE_ENGINE}._exec_forward_pass": "", f"{ENGINE}.forward": ""},
+        upstream={f"{PIPE_ENGINE}._exec_forward_pass": "1c6034990be7", f"{ENGINE}.forward": "b14a234e2541"},
         test="tests/engine/test_instructions.py::test_no_received_activation_is_copied_and_no_output_is_held",
     ),
     Departure(
@@ -42,7 +42,10 @@ DEPARTURES: tuple[Departure, ...] = (
         scope="engine",
         symptom="nothing shows which rank the others wait for",
         cause="DeepSpeed times passes on all steps or on none, and prints the times instead of returning them",
-        upstream={f"{PIPE_ENGINE}._exec_backward_pass": ""},
+        upstream={
+            f"{PIPE_ENGINE}._exec_schedule": "06dc223e4c28",
+            f"{PIPE_ENGINE}._exec_backward_pass": "11f858c9880e",
+        },
         test="tests/engine/test_layer_watch.py::test_every_value_of_every_layer_equals_one_process",
     ),
     Departure(
@@ -50,7 +53,10 @@ DEPARTURES: tuple[Departure, ...] = (
         scope="engine",
         symptom="with fp16 and fp32 accumulation the copies of a tied weight drift apart without an error",
         cause="DeepSpeed sums weight.grad, which is empty there: ZeRO accumulates in weight.grad_accum",
-        upstream={f"{PIPE_ENGINE}._exec_reduce_tied_grads": "", f"{ZERO}.get_param_gradient_attribute": ""},
+        upstream={
+            f"{PIPE_ENGINE}._exec_reduce_tied_grads": "ea54bf588a1e",
+            f"{ZERO}.get_param_gradient_attribute": "3ec9927d2f4c",
+        },
         test="tests/engine/test_precision.py::test_tied_copies_stay_equal",
     ),
     Departure(
@@ -58,7 +64,7 @@ DEPARTURES: tuple[Departure, ...] = (
         scope="engine",
         symptom="norms and biases drift apart between tensor ranks without an error",
         cause="a tensor rank sees its slice of the sequence, or its heads; DeepSpeed expects whole gradients",
-        upstream={f"{PIPE_ENGINE}._exec_reduce_tied_grads": ""},
+        upstream={f"{PIPE_ENGINE}._exec_reduce_tied_grads": "ea54bf588a1e"},
         test="tests/engine/test_tensor_parallel.py::test_every_gradient_is_its_part_of_the_one_process_gradient",
     ),
     Departure(
@@ -66,16 +72,8 @@ DEPARTURES: tuple[Departure, ...] = (
         scope="engine",
         symptom="every step copies all gradients into a bucket and out of it, and allocates the bucket",
         cause="DeepSpeed reduces over a group of one rank like over any other",
-        upstream={f"{PIPE_ENGINE}._exec_reduce_grads": "", f"{ZERO}.reduce_gradients": ""},
+        upstream={f"{PIPE_ENGINE}._exec_reduce_grads": "f2ad3fb2b959", f"{ZERO}.reduce_gradients": "188c3d25cec0"},
         test="tests/engine/test_instructions.py::test_one_replica_reduces_no_gradients",
-    ),
-    Departure(
-        name="instructions: the whole map is replaced",
-        scope="engine",
-        symptom="an instruction that an upgrade adds would be executed by nobody",
-        cause="the engine looks up what an instruction does in a private attribute of its class",
-        upstream={f"{PIPE_ENGINE}._exec_schedule": "", f"{PIPE_ENGINE}._exec_optimizer_step": ""},
-        test="tests/engine/test_instructions.py::test_a_table_that_is_not_deepspeeds_is_refused",
     ),
     Departure(
         name="weight_update: optimizer.step is replaced",
@@ -84,14 +82,15 @@ DEPARTURES: tuple[Departure, ...] = (
         "a bad value in a copy of a parameter is applied; a step makes many passes and seven collectives",
         cause="DeepSpeed updates the scale before it unscales, and searches for bad values in parameters counted once",
         upstream={
-            f"{ZERO}.step": "",
-            f"{ZERO}._update_scale": "",
-            f"{ZERO}.update_lp_params": "",
-            f"{ZERO}._lazy_init_hp_params_optimizer_state": "",
-            f"{BF16}.step": "",
-            f"{BF16}.update_lp_params": "",
-            f"{BF16}.clear_hp_grads": "",
-            f"{ENGINE}._take_model_step": "",
+            f"{ZERO}.step": "5a522828a63e",
+            f"{ZERO}._update_scale": "d459bdf88d3b",
+            f"{ZERO}.update_lp_params": "ebbc09e8aef5",
+            f"{ZERO}._lazy_init_hp_params_optimizer_state": "99f3d15d8f25",
+            f"{BF16}.step": "92ba2f4d1f4b",
+            f"{BF16}.update_lp_params": "23541dc89791",
+            f"{BF16}.clear_hp_grads": "79d74a9f41b9",
+            f"{PIPE_ENGINE}._exec_optimizer_step": "6cb61dd7a72a",
+            f"{ENGINE}._take_model_step": "0262e1e15c77",
         },
         test="tests/engine/test_precision.py::test_a_step_that_grows_the_scale_applies_its_whole_gradient",
     ),
@@ -100,7 +99,7 @@ DEPARTURES: tuple[Departure, ...] = (
         scope="optimizer",
         symptom="a run ends in the middle of a step, with a stack trace in place of a diagnosis",
         cause="the loss scaler raises where it cannot lower the scale",
-        upstream={"deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler.update_scale": ""},
+        upstream={"deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler.update_scale": "8d258f631325"},
         test="tests/runs/test_launch.py::test_a_run_that_no_loss_scale_can_save_stops_with_a_diagnosis",
     ),
     Departure(
@@ -109,9 +108,9 @@ DEPARTURES: tuple[Departure, ...] = (
         symptom="a resumed run ignores the run file's clip norm, loss scaler, betas and weight decay",
         cause="a load replaces them by those that were saved",
         upstream={
-            f"{ZERO}._load_legacy_checkpoint": "",
-            f"{ZERO}._load_global_state": "",
-            f"{BF16}.load_state_dict": "",
+            f"{ZERO}._load_legacy_checkpoint": "eea41265aaab",
+            f"{ZERO}._load_global_state": "022e8dfb68b1",
+            f"{BF16}.load_state_dict": "ca3c50052876",
         },
         test="tests/engine/test_resume.py::test_a_load_leaves_the_configured_settings_in_force",
     ),
@@ -121,9 +120,9 @@ DEPARTURES: tuple[Departure, ...] = (
         symptom="a stage receives activations of the old size: it crashes or waits for ever",
         cause="set_train_micro_batch_size changes the configuration, not the engine's own field nor its buffers",
         upstream={
-            f"{ENGINE}.set_train_micro_batch_size": "",
-            f"{PIPE_ENGINE}.reset_activation_shape": "",
-            f"{PIPE_ENGINE}.set_train_batch_size": "",
+            f"{ENGINE}.set_train_micro_batch_size": "44b65d5b5c14",
+            f"{PIPE_ENGINE}.reset_activation_shape": "8f0776cd85eb",
+            f"{PIPE_ENGINE}.set_train_batch_size": "4c87eb494a8d",
         },
         test="tests/engine/test_same_run_under_any_layout.py::test_losses_and_norms_equal_one_process",
     ),
@@ -132,7 +131,7 @@ DEPARTURES: tuple[Departure, ...] = (
         scope="engine",
         symptom="TensorBoard and its kin show some values twice, under two names, and one at every evaluated batch",
         cause="DeepSpeed writes loss, LR and loss scale out of its engine, without what megastable knows of the step",
-        upstream={f"{PIPE_ENGINE}.train_batch": "", f"{PIPE_ENGINE}.eval_batch": ""},
+        upstream={f"{PIPE_ENGINE}.train_batch": "3cb14d393b36", f"{PIPE_ENGINE}.eval_batch": "5eaf158f7108"},
         test="tests/engine/test_training_engine.py::test_deepspeed_writes_no_values_of_its_own",
     ),
     Departure(
@@ -140,7 +139,7 @@ DEPARTURES: tuple[Departure, ...] = (
         scope="engine",
         symptom="memory grows by one record a step, of two device events each on a GPU",
         cause="DeepSpeed clears the timer where it prints, which it is never asked to",
-        upstream={"deepspeed.utils.timer:SynchronizedWallClockTimer.Timer": ""},
+        upstream={"deepspeed.utils.timer:SynchronizedWallClockTimer.Timer": "a6512a2023d2"},
         test="tests/engine/test_training_engine.py::test_nothing_is_kept_of_past_steps",
     ),
     Departure(
@@ -148,7 +147,7 @@ DEPARTURES: tuple[Departure, ...] = (
         scope="engine",
         symptom="gradients that were accumulated in fp32 are rounded to 16 bits on their way between replicas",
         cause="the format of communication follows that of the weights",
-        upstream={f"{ENGINE}.communication_data_type": ""},
+        upstream={f"{ENGINE}.communication_data_type": "192afa4cb76c"},
         test="tests/engine/test_precision.py::test_fp32_sums_travel_in_fp32",
     ),
     Departure(
@@ -157,7 +156,7 @@ DEPARTURES: tuple[Departure, ...] = (
         symptom="a stage sends parts of its output that the next one does not expect",
         cause="pipe_partitioned and grad_partitioned are on by default; both together trade sends for gathers, one "
         "alone fails or hangs, and our forward pass handles neither",
-        upstream={f"{PIPE_ENGINE}.__init__": ""},
+        upstream={f"{PIPE_ENGINE}.__init__": "c6b9a76edf25"},
         test="tests/engine/test_tensor_parallel.py::test_twenty_steps_are_those_of_one_process",
     ),
     Departure(
@@ -165,7 +164,7 @@ DEPARTURES: tuple[Departure, ...] = (
         scope="module",
         symptom="",
         cause="",
-        upstream={f"{PIPE_MODULE}._is_checkpointable": ""},
+        upstream={f"{PIPE_MODULE}._is_checkpointable": "c8311e4272bc"},
         test="",
     ),
     Departure(
@@ -173,7 +172,7 @@ DEPARTURES: tuple[Departure, ...] = (
         scope="engine",
         symptom="every step allocates 2 GB, even for a tiny model",
         cause="DeepSpeed's bucket has 500 million elements, and under a pipeline every reduction allocates it anew",
-        upstream={f"{ZERO}.reduce_gradients": ""},
+        upstream={f"{ZERO}.reduce_gradients": "188c3d25cec0"},
         test="tests/engine/test_training_engine.py::test_the_gradient_bucket_is_no_larger_than_the_model",
     ),
     Departure(
@@ -181,7 +180,7 @@ DEPARTURES: tuple[Departure, ...] = (
         scope="engine",
         symptom="a file names a partial checkpoint as the latest",
         cause="DeepSpeed writes it before all ranks are done; megastable publishes a checkpoint by renaming its folder",
-        upstream={f"{ENGINE}.save_checkpoint": ""},
+        upstream={f"{ENGINE}.save_checkpoint": "8d086fd60fc4"},
         test="tests/engine/test_resume.py::test_losses_are_bit_equal_after_a_resume",
     ),
     Departure(
@@ -189,7 +188,7 @@ DEPARTURES: tuple[Departure, ...] = (
         scope="module",
         symptom="stages are not those that the plan has shown, and every rank builds the whole model once",
         cause="DeepSpeed cuts by counts of parameters and layers only",
-        upstream={f"{PIPE_MODULE}._partition_layers": "", f"{PIPE_MODULE}._set_bounds": ""},
+        upstream={f"{PIPE_MODULE}._partition_layers": "375b991e19f2", f"{PIPE_MODULE}._set_bounds": "34ea5249e076"},
         test="tests/engine/test_same_run_under_any_layout.py::test_losses_do_not_depend_on_where_the_stages_are_cut",
     ),
     Departure(
@@ -197,7 +196,7 @@ DEPARTURES: tuple[Departure, ...] = (
         scope="module",
         symptom="torch warns that a backward pass goes through a broadcast, and that this is deprecated",
         cause="DeepSpeed broadcasts into parameters while gradients are recorded",
-        upstream={f"{PIPE_MODULE}._synchronize_tied_weights": ""},
+        upstream={f"{PIPE_MODULE}._synchronize_tied_weights": "0c1a4c893a5b"},
         test="tests/engine/test_training_engine.py::test_an_engine_is_built_and_steps_in_silence",
     ),
     Departure(
@@ -205,7 +204,7 @@ DEPARTURES: tuple[Departure, ...] = (
         scope="module",
         symptom="every start prints seeds, the topology with all ranks, and tied weights",
         cause="DeepSpeed prints them instead of logging them",
-        upstream={f"{PIPE_MODULE}.__init__": "", f"{PIPE_MODULE}._index_tied_modules": ""},
+        upstream={f"{PIPE_MODULE}.__init__": "272a55105010", f"{PIPE_MODULE}._index_tied_modules": "eca4a91de66f"},
         test="tests/engine/test_training_engine.py::test_an_engine_is_built_and_steps_in_silence",
     ),
     Departure(
@@ -213,7 +212,7 @@ DEPARTURES: tuple[Departure, ...] = (
         scope="process",
         symptom="from the ninth micro-batch size on, blocks run uncompiled without a word",
         cause="torch keeps eight compiled forms of a function, and all blocks share theirs",
-        upstream={"torch._dynamo.cache_size:exceeds_recompile_limit": ""},
+        upstream={"torch._dynamo.cache_size:exceeds_recompile_limit": "c354365cb6e5"},
         test="tests/engine/test_compile.py::test_more_micro_batch_sizes_than_torch_keeps_forms_are_compiled",
     ),
     Departure(
@@ -222,8 +221,8 @@ DEPARTURES: tuple[Departure, ...] = (
         symptom="fp16 cannot be tried, or tested, without a GPU",
         cause="DeepSpeed refuses it on a CPU without native fp16, where torch computes it slowly",
         upstream={
-            f"{ENGINE}._do_sanity_check": "",
-            "deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.is_fp16_supported": "",
+            f"{ENGINE}._do_sanity_check": "e8984a269474",
+            "deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.is_fp16_supported": "3ca8114c0b66",
         },
         test="tests/engine/test_precision.py::test_sixteen_bits_follow_fp32",
     ),
@@ -232,7 +231,7 @@ DEPARTURES: tuple[Departure, ...] = (
         scope="process",
         symptom="every rank on a CPU warns that no accelerator was detected",
         cause="DeepSpeed probes for accelerators while it is imported, unless DS_ACCELERATOR names one",
-        upstream={"deepspeed.accelerator.real_accelerator:get_accelerator": ""},
+        upstream={"deepspeed.accelerator.real_accelerator:get_accelerator": "e6b52d28d69d"},
         test="tests/engine/test_process_group.py::test_the_accelerator_is_found_without_a_warning",
     ),
     Departure(
@@ -240,7 +239,7 @@ DEPARTURES: tuple[Departure, ...] = (
         scope="process",
         symptom="two runs on one machine meet at the same port, and one of them fails",
         cause="DeepSpeed meets at the port of the launcher, whose default is the same for all, and asks for oneCCL",
-        upstream={"deepspeed.comm.comm:init_distributed": ""},
+        upstream={"deepspeed.comm.comm:init_distributed": "3f79e2fcf524"},
         test="tests/runs/test_launch.py::test_a_killed_run_continues_exactly_beside_another_run",
     ),
     Departure(
@@ -248,7 +247,7 @@ DEPARTURES: tuple[Departure, ...] = (
         scope="process",
         symptom="a run under srun, or without a launcher, fails as it builds its module",
         cause="DeepSpeed reads LOCAL_RANK from the environment in many places, and only its own launchers set it",
-        upstream={f"{PIPE_MODULE}.__init__": ""},
+        upstream={f"{PIPE_MODULE}.__init__": "272a55105010"},
         test="tests/runs/test_launch.py::test_slurm_variables_are_enough",
     ),
     Departure(
@@ -256,7 +255,7 @@ DEPARTURES: tuple[Departure, ...] = (
         scope="process",
         symptom="under NCCL a collective of some of the ranks fails after 10 minutes, on the world's group after 30",
         cause="new groups do not inherit a timeout; DeepSpeed passes none, and torch has defaults by backend",
-        upstream={"torch.distributed.distributed_c10d:_get_default_timeout": ""},
+        upstream={"torch.distributed.distributed_c10d:_get_default_timeout": "132fab7bdf9f"},
         test="tests/engine/test_process_group.py::test_sub_groups_have_the_timeout_of_the_run",
     ),
     Departure(
@@ -264,7 +263,7 @@ DEPARTURES: tuple[Departure, ...] = (
         scope="process",
         symptom="the first start compiles for a minute, in a folder that launches race for, and fails without ninja",
         cause="DeepSpeed builds the extension for its inference all-reduce wherever it connects",
-        upstream={"deepspeed.comm.torch:build_shm_op": ""},
+        upstream={"deepspeed.comm.torch:build_shm_op": "5ee7daeb8dd5"},
         test="tests/engine/test_process_group.py::test_connecting_builds_no_extension",
     ),
     Departure(

@@ -99,11 +99,15 @@ class ConsistencyCheck:
 
     def _readable(self, name: str) -> str:
         first, rest = name.split(".", 1)
-        return rest if first == "tied_modules" else f"{self._module.layer_names[int(first)]}.{rest}"
+        if first == "tied_modules":  # the name goes on with the key of the tied layers
+            return rest
+        return f"{self._module.layer_names[int(first)]}.{rest}"
 
 
 def _suspects(values: list[int]) -> set[int]:
-    """Return the values outside the majority; without one, all of them, since nothing says which is right."""
+    """Return the values outside the majority; without one, all of them."""
     most = max(values.count(value) for value in values)
     agreed = {value for value in values if values.count(value) == most}
-    return set(values) - agreed if len(agreed) == 1 else set(values)
+    if len(agreed) > 1:  # of two copies, say, nothing tells which is right
+        return set(values)
+    return set(values) - agreed

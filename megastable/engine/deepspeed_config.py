@@ -24,6 +24,7 @@ def deepspeed_config(run: RunConfig, batch: Batch, run_dir: Path, reduce_bucket_
             500 million, 2 GB in fp32 even for a tiny model.
     """
     config = run.model_dump(mode="json", exclude_none=True)
+    # These sections are DeepSpeed's own, and go to it as they are.
     passed = ("fp16", "bf16", "data_types", "communication_data_type", *MONITOR_SECTIONS)
     result: dict[str, Any] = {key: config[key] for key in passed if key in config}
     for section in MONITOR_FOLDERS:
@@ -37,9 +38,10 @@ def deepspeed_config(run: RunConfig, batch: Batch, run_dir: Path, reduce_bucket_
     result["zero_optimization"] = {**config["zero_optimization"], "reduce_bucket_size": reduce_bucket_size}
     result["pipeline"] = {
         "activation_checkpoint_interval": int(BLOCK in run.megastable.pipeline.recomputed_kinds),
-        # The reentrant form loses the gradient of an embedding inside a recomputed segment.
+        # The reentrant form runs a recomputed segment without a graph first, and again with one in the backward pass:
+        # compiled blocks would have two forms, and an embedding inside a segment would lose its gradient.
         "use_reentrant": False,
-        # With tensor ranks these trade sends for gathers; one of them alone fails or hangs, so both are off.
+        # With tensor ranks these are on by default, and trade sends for gathers. One of them alone fails or hangs.
         "pipe_partitioned": False,
         "grad_partitioned": False,
     }

@@ -5,8 +5,8 @@ map ``_INSTRUCTION_MAP`` of the engine. ``instruction_table`` builds that map wh
 instruction, and ``install_instructions`` is the only place that assigns it. What a row executes is composed there, in
 the order in which it has to run, so that nothing depends on who wrapped whom first.
 
-The table is data. It names kinds of instructions and nothing of their order, so an executor with orders of its own can
-take the same rows; a kind that DeepSpeed does not have is one row more.
+The table is data: it says nothing of the order of instructions. An executor with orders of its own takes the same rows,
+and for a kind that DeepSpeed does not have, such as half of a backward pass, one row more.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def instruction_table(partial: list[nn.Parameter], busy: BusyTime) -> tuple[Inst
             why="timed in a watched step",
         ),
         Instruction(schedule.SendGrad, stock._exec_send_grads, stock._exec_send_grads, why="as DeepSpeed does"),
-        # A tied weight may itself have partial gradients (an embedding before slices of the sequence). Each of its
-        # copies has to be whole before the copies are added up, so the tensor ranks come first.
+        # Both sums have to be there before the replicas are averaged. They are of different parameters, but each is a
+        # collective, so all ranks have to take them in the same order.
         Instruction(
             schedule.ReduceTiedGrads, stock._exec_reduce_tied_grads,
             in_turn(partial_gradients_summed(partial), reduce_tied_gradients),

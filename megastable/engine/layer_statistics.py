@@ -228,9 +228,9 @@ def weight_kinds(module: nn.Module, run: RunConfig) -> list[WeightKind]:
 
 def _layers(module: nn.Module) -> list[nn.Module]:
     """List the layers of a stage: those in its list, and the tied ones, which stand in a dictionary."""
-    tied = module.tied_modules if isinstance(module.tied_modules, nn.ModuleDict) else nn.ModuleDict()
+    assert isinstance(module.tied_modules, nn.ModuleDict)
     listed = [child for name, child in module.named_children() if name != "tied_modules"]
-    return [*tied.values(), *listed]
+    return [*module.tied_modules.values(), *listed]
 
 
 def _merge(kind: str, parts: list[tuple[float, int, float, float]]) -> WeightKind:

@@ -105,7 +105,9 @@ class LayerWatch:
             Per layer the columns of ``ActivationStatistics``, host and device memory in bytes, the seconds of the step.
         """
         own = self._activations.maxima
-        on_device = 0.0 if own.device.type == "cpu" else float(get_accelerator().max_memory_allocated())
+        on_device = 0.0
+        if own.device.type != "cpu":
+            on_device = float(get_accelerator().max_memory_allocated())
         resident = float(psutil.Process(os.getpid()).memory_info().rss)
         together = torch.cat([own.flatten(), own.new_tensor([resident, on_device, step_seconds])])
         dist.all_reduce(together, op=dist.ReduceOp.MAX)

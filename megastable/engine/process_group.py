@@ -200,7 +200,9 @@ def _report_at_sigterm(rank: int, layout: ParallelLayout, peers: list[Peer]) -> 
         while os.read(read_end, 1)[0] != signal.SIGTERM:
             pass
         gone = _missing(peers)
-        _end(_loss(gone, rank, layout) if gone else f"[megastable] {layout.describe(rank)} was told to stop")
+        if gone:
+            _end(_loss(gone, rank, layout))
+        _end(f"[megastable] {layout.describe(rank)} was told to stop")
 
     # Python writes the number of a signal into the pipe only where it has a handler for it.
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -212,13 +214,16 @@ def _failure(error: Exception, rank: int, layout: ParallelLayout, peers: list[Pe
     """Describe the error; where a peer has died, that is reported, and the broken connection here is only its echo."""
     deadline = time.monotonic() + PEER_DEATH_SHOWS_WITHIN_SECONDS
     while time.monotonic() < deadline:
-        if gone := _missing(peers):
+        gone = _missing(peers)
+        if gone:
             return _loss(gone, rank, layout)
         if not isinstance(error, torch.distributed.DistError):
             break  # an error of this rank's own
         time.sleep(0.02)
     trace = "".join(traceback.format_exception(error))
-    what = "lost its peers, perhaps on another node" if isinstance(error, torch.distributed.DistError) else "failed"
+    what = "failed"
+    if isinstance(error, torch.distributed.DistError):
+        what = "lost its peers, perhaps on another node"
     return f"{trace}[megastable] {layout.describe(rank)} {what}: {type(error).__name__}: {error}"
 
 

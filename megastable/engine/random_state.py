@@ -15,11 +15,10 @@ from megastable.engine.tensor_group import SPLIT_STREAM
 
 
 def seed_rank(seed: int, stage: int, replica: int, tensor: int) -> None:
-    """Give every pair of stage and replica its own dropout masks, and each tensor rank a second stream for what is
-    split.
+    """Give every pair of stage and replica its own dropout masks, and each tensor rank a second stream.
 
-    Tensor ranks share the first stream: they drop the same elements where they hold the same. Weights are not drawn
-    from either; every layer has a seed.
+    The second one is for what is split over tensor ranks. They share the first one, and so drop the same elements where
+    they hold the same. Weights are drawn from neither; every layer has a seed.
     """
     split = get_cuda_rng_tracker()
     split.reset()

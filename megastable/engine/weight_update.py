@@ -58,7 +58,7 @@ class SeparateGradients:
     def _widened(self, group: int) -> Tensor:
         optimizer = self._optimizer
         flat = torch.empty_like(optimizer.single_partition_of_fp32_groups[group])  # (elements of the share,)
-        gradients: list[Tensor] = optimizer.averaged_gradients[group] if self._reduced else self._gradients_of(group)
+        gradients = self._gradients_of(group)
         sizes = [gradient.numel() for gradient in gradients]
         # Shares are padded to equal length over the replicas. The padding has to be zero: it enters no norm, but Adam
         # updates it, and what stood in the memory before may not be finite.
@@ -72,7 +72,9 @@ class SeparateGradients:
         return flat
 
     def _gradients_of(self, group: int) -> list[Tensor]:
-        """List the gradients that the backward passes left; a parameter that took no part has one of zeros."""
+        """List the gradients in this rank's share; a parameter that took no part has one of zeros."""
+        if self._reduced:
+            return list(self._optimizer.averaged_gradients[group])
         gradients = []
         for parameter in self._optimizer.params_in_partition[group]:
             gradient = self._optimizer.get_param_gradient_attribute(parameter)
@@ -111,8 +113,9 @@ class WeightUpdate:
     def __init__(self, optimizer: Any, partitions: list[FlatPartition], reduced: bool) -> None:
         self._optimizer = optimizer
         self._partitions = partitions
-        is_bf16_optimizer = hasattr(optimizer, "fp32_groups_gradients_flat")
-        self._gradients: Gradients = FlatSums(optimizer) if is_bf16_optimizer else SeparateGradients(optimizer, reduced)
+        self._gradients: Gradients = SeparateGradients(optimizer, reduced)
+        if hasattr(optimizer, "fp32_groups_gradients_flat"):  # BF16_Optimizer
+            self._gradients = FlatSums(optimizer)
 
     def replace_step(self) -> None:
         """Make DeepSpeed's engine, which calls ``optimizer.step``, call ``step`` below."""

@@ -102,7 +102,7 @@ class ActivationStatistics:
     def _record(self, layer: int, column: int, values: Tensor) -> None:
         # One pass over the values and no copy of them, which abs() would make.
         smallest, largest = torch.aminmax(values)
-        # A maximum with nan would depend on the order; counted as infinite, it shows as what it is: out of range.
+        # The maximum over ranks may lose a nan, whose comparisons are all false; as an infinity it arrives.
         magnitude = torch.maximum(-smallest, largest).float().nan_to_num(nan=torch.inf, posinf=torch.inf)
         torch.maximum(self.maxima[layer, column], magnitude, out=self.maxima[layer, column])
 

@@ -109,7 +109,8 @@ def steps_of_cuts(changes: dict[str, Any], partitions: list[Any]) -> list[tuple[
     results = []
     for partition in partitions:
         plan, engine = build_engine(run_cut(changes, partition))
-        results.append((list(engine.deepspeed.module.parts), train(plan, engine, NUM_STEPS)[1]))
+        bounds = [int(bound) for bound in engine.deepspeed.module.parts]
+        results.append((bounds, train(plan, engine, NUM_STEPS)[1]))
     return results
 
 

@@ -115,10 +115,10 @@ DEPARTURES: tuple[Departure, ...] = (
         test="tests/engine/test_resume.py::test_a_load_leaves_the_configured_settings_in_force",
     ),
     Departure(
-        name="training_engine: the batch ramp sets the micro-batch size",
+        name="training_engine: buffers are reset where the ramp changes the micro-batch size",
         scope="engine",
         symptom="a stage receives activations of the old size: it crashes or waits for ever",
-        cause="set_train_micro_batch_size changes the configuration, not the engine's own field nor its buffers",
+        cause="set_train_micro_batch_size changes the configuration, not the buffers of activations and gradients",
         upstream={
             f"{ENGINE}.set_train_micro_batch_size": "44b65d5b5c14",
             f"{PIPE_ENGINE}.reset_activation_shape": "8f0776cd85eb",

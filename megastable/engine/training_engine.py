@@ -51,10 +51,9 @@ class BatchRampupHook:
     def apply(self, batch: Batch) -> None:
         """Make ``batch`` that of the next steps, whatever the ramp says."""
         engine = self._engine
-        if batch.micro_batch_size != engine.micro_batch_size:
+        if batch.micro_batch_size != engine.train_micro_batch_size_per_gpu():
             engine.set_train_micro_batch_size(batch.micro_batch_size)
-            # DeepSpeed changes its configuration only; its own field and its receive buffers keep the old shape.
-            engine.micro_batch_size = batch.micro_batch_size
+            # DeepSpeed changes its configuration only; the buffers that it receives into keep the old shape.
             engine.reset_activation_shape()
         # After the micro-batch size, by which DeepSpeed divides to count the micro-batches.
         if batch.global_batch_size != engine.train_batch_size():

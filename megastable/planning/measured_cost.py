@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from megastable.config.stages import model_parts, model_shape
 from megastable.core.errors import UserError
 from megastable.core.flops import BACKWARD_FORWARD_RATIO
-from megastable.core.model_parts import stage_parameters
+from megastable.core.layers import stage_parameters
 from megastable.core.pipeline_cost import MicroBatchTime, PipelineCost, StageTime
 from megastable.planning.run_plan import RunPlan, recomputation
 from megastable.planning.step_time import communication_bytes, number_format

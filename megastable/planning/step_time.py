@@ -13,9 +13,9 @@ from __future__ import annotations
 from megastable.config import RunConfig
 from megastable.config.stages import model_parts, model_shape
 from megastable.core.flops import BACKWARD_FORWARD_RATIO, ModelShape
+from megastable.core.layers import StageLayers, stage_parameters
 from megastable.core.layout import ParallelLayout
 from megastable.core.memory import NumberFormat
-from megastable.core.model_parts import StageLayers, stage_parameters
 from megastable.core.pipeline_cost import MicroBatchTime, PipelineCost, StageTime
 from megastable.planning.machine import Machine
 from megastable.planning.run_plan import RunPlan, recomputation

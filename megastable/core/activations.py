@@ -58,7 +58,9 @@ class ActivationSettings:
     @property
     def weight_gradient_bytes(self) -> int:
         """Return the bytes of one element of a weight's new gradient, on its way to the sum."""
-        return self.element_bytes + (FP32_BYTES if self.fp32_sums_at_once else 0)
+        if self.fp32_sums_at_once:
+            return self.element_bytes + FP32_BYTES  # the gradient and its widened copy
+        return self.element_bytes
 
     @property
     def mask_bytes(self) -> int:
@@ -184,7 +186,9 @@ class _BackwardPass:
     def _head_gradient_of_chunks_before(self) -> float:
         """Count the bytes of the gradient of the head's weight that earlier chunks of the micro-batch have left."""
         in_chunks = self._chunk_tokens < self.tokens
-        return self._embedding * self.settings.element_bytes if self.stage.is_last and in_chunks else 0.0
+        if not (self.stage.is_last and in_chunks):
+            return 0.0
+        return self._embedding * self.settings.element_bytes
 
     @property
     def _tied_on_this_stage(self) -> bool:
@@ -193,11 +197,12 @@ class _BackwardPass:
     @property
     def _at_feed_forward(self) -> float:
         """Count the bytes of gradients around and inside a feed-forward layer, and of its largest weight's."""
-        settings, ranks = self.settings, self.settings.tensor_parallel_size
-        stream = 2 * self.shape.hidden_size / settings.slices
-        inside = _feed_forward_elements(self.shape) / ranks
-        largest = largest_matrix(self.shape, StageLayers.blocks(1), ranks)
-        return self.tokens * settings.element_bytes * (stream + inside) + largest * settings.weight_gradient_bytes
+        settings = self.settings
+        both_sides = 2 * self.shape.hidden_size / settings.slices
+        inside = _feed_forward_elements(self.shape) / settings.tensor_parallel_size
+        of_weight = largest_matrix(self.shape, StageLayers.blocks(1), settings.tensor_parallel_size)
+        of_tokens = self.tokens * settings.element_bytes * (both_sides + inside)
+        return of_tokens + of_weight * settings.weight_gradient_bytes
 
 
 def _kept_per_token(shape: ModelShape, parts: ModelParts, stage: StageLayers, settings: ActivationSettings) -> float:
@@ -209,7 +214,8 @@ def _kept_per_token(shape: ModelShape, parts: ModelParts, stage: StageLayers, se
             kept += stream  # the norm's input
         kept += shape.hidden_size * settings.mask_bytes / settings.slices
     # Every stage keeps its last layer's output (or the head's input), and the final norm its own input.
-    return kept + stream * (2 if stage.has_final_norm else 1)
+    ends = 2 if stage.has_final_norm else 1
+    return kept + stream * ends
 
 
 def _kept_by_block(shape: ModelShape, parts: ModelParts, settings: ActivationSettings) -> float:
@@ -217,10 +223,10 @@ def _kept_by_block(shape: ModelShape, parts: ModelParts, settings: ActivationSet
     stream = shape.hidden_size * settings.element_bytes / settings.slices
     if BLOCK in settings.recomputed:
         return stream
-    halves = (
-        stream if half in settings.recomputed else kept(shape, parts, settings) for half, kept in HALF_BYTES.items()
-    )
-    return sum(halves)
+    total = 0.0
+    for half, kept in HALF_BYTES.items():
+        total += stream if half in settings.recomputed else kept(shape, parts, settings)
+    return total
 
 
 def _again_per_token(shape: ModelShape, parts: ModelParts, settings: ActivationSettings) -> float:
@@ -254,7 +260,9 @@ HALF_BYTES: dict[str, Callable[[ModelShape, ModelParts, ActivationSettings], flo
 
 def _beside_a_half(shape: ModelShape, parts: ModelParts, settings: ActivationSettings) -> float:
     """Compute the bytes of a half's input, its norm's output and its mask: whole on every rank unless sliced."""
-    streams = 3 if parts.norm.keeps_normed_values(settings.on_cpu) else 2
+    streams = 2
+    if parts.norm.keeps_normed_values(settings.on_cpu):
+        streams += 1
     return shape.hidden_size * (streams * settings.element_bytes + settings.mask_bytes) / settings.slices
 
 
@@ -275,9 +283,12 @@ def _attention_bytes(shape: ModelShape, parts: ModelParts, settings: ActivationS
     if parts.qk_norm:
         # The norm of the queries keeps a copy of them; that of the keys keeps the fused projection that they are a view
         # of. The values are a view of it as well, so it counts here only where they are copied further down.
-        kept += (hidden + (fused_projection if widened or plain else 0)) * size
+        kept += hidden * size
+        if widened or plain:
+            kept += fused_projection * size
     if plain:  # queries, keys and values are copied, keys and values once for every query head
-        return kept + 3 * hidden * (FP32_BYTES if widened else size) + _attention_weights(shape, settings, widened)
+        copied = 3 * hidden * (FP32_BYTES if widened else size)
+        return kept + copied + _attention_weights(shape, settings, widened)
     if widened:  # fp32 copies of what goes into the kernel, and its fp32 output
         kept += (hidden + fused_projection) * FP32_BYTES
     else:  # the projection, of which the values are a view, and the scaled queries and keys

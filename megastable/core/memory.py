@@ -56,7 +56,7 @@ class MemoryUse:
 
     @property
     def total(self) -> float:
-        """The peak: the state, and the larger of what the backward passes and what the update need beside it."""
+        """Return the peak: the state, and the larger of what the backward passes and the update need beside it."""
         state = self.weights + self.gradients + self.master_weights + self.moments
         return state + max(self.activations + self.buffers, self.update)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from megastable.config import RunConfig
+from megastable.core.layers import LayerKind
 from megastable.core.records import Watched
 from megastable.engine.activation_statistics import ACTIVATION, ATTENTION_LOGIT, ActivationStatistics
 from megastable.engine.busy_time import BusyTime
@@ -30,7 +31,7 @@ class LayerWatch:
     ) -> None:
         self._names = module.layer_names
         self._num_stages = run.megastable.pipeline.num_stages
-        self._blocks = [name.startswith("block_") for name in self._names]
+        self._blocks = [kind is LayerKind.BLOCK for kind in module.layer_kinds]
         self._format_maximum = torch.finfo(next(module.parameters()).dtype).max
         self._updates = UpdateStatistics(module, optimizer, partitions, len(self._names), run.clip_norm)
         self._activations = ActivationStatistics(module, len(self._names), module.first_layer, engine.device)

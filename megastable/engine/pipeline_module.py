@@ -50,6 +50,7 @@ class GptPipeline(PipelineModule):
     Attributes:
         parts: the stage bounds of the whole model.
         layer_names: of the whole model, in order.
+        layer_kinds: of the same layers.
         first_layer: index in it of this stage's first layer.
     """
 
@@ -77,6 +78,7 @@ class GptPipeline(PipelineModule):
             tensor.connect(self._grid.get_slice_parallel_group())
         mark_split_parameters(self)
         self.layer_names = [layer.name for layer in layers]
+        self.layer_kinds = [layer.kind for layer in layers]
         self.first_layer = self.parts[self._grid.get_stage_id()]
 
     def _synchronize_tied_weights(self) -> None:

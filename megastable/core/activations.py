@@ -58,9 +58,8 @@ class ActivationSettings:
     @property
     def weight_gradient_bytes(self) -> int:
         """Return the bytes of one element of a weight's new gradient, on its way to the sum."""
-        if self.fp32_sums_at_once:
-            return self.element_bytes + FP32_BYTES  # the gradient and its widened copy
-        return self.element_bytes
+        widened_copy = FP32_BYTES if self.fp32_sums_at_once else 0
+        return self.element_bytes + widened_copy
 
     @property
     def mask_bytes(self) -> int:
@@ -199,10 +198,9 @@ class _BackwardPass:
         """Count the bytes of gradients around and inside a feed-forward layer, and of its largest weight's."""
         settings = self.settings
         both_sides = 2 * self.shape.hidden_size / settings.slices
-        inside = _feed_forward_elements(self.shape) / settings.tensor_parallel_size
+        inside = self.shape.kept_ffn_size / settings.tensor_parallel_size
         of_weight = largest_matrix(self.shape, StageLayers.blocks(1), settings.tensor_parallel_size)
-        of_tokens = self.tokens * settings.element_bytes * (both_sides + inside)
-        return of_tokens + of_weight * settings.weight_gradient_bytes
+        return self.tokens * settings.element_bytes * (both_sides + inside) + of_weight * settings.weight_gradient_bytes
 
 
 def _kept_per_token(shape: ModelShape, parts: ModelParts, stage: StageLayers, settings: ActivationSettings) -> float:
@@ -214,8 +212,7 @@ def _kept_per_token(shape: ModelShape, parts: ModelParts, stage: StageLayers, se
             kept += stream  # the norm's input
         kept += shape.hidden_size * settings.mask_bytes / settings.slices
     # Every stage keeps its last layer's output (or the head's input), and the final norm its own input.
-    ends = 2 if stage.has_final_norm else 1
-    return kept + stream * ends
+    return kept + stream * (1 + stage.has_final_norm)
 
 
 def _kept_by_block(shape: ModelShape, parts: ModelParts, settings: ActivationSettings) -> float:
@@ -223,10 +220,8 @@ def _kept_by_block(shape: ModelShape, parts: ModelParts, settings: ActivationSet
     stream = shape.hidden_size * settings.element_bytes / settings.slices
     if BLOCK in settings.recomputed:
         return stream
-    total = 0.0
-    for half, kept in HALF_BYTES.items():
-        total += stream if half in settings.recomputed else kept(shape, parts, settings)
-    return total
+    whole = [kept(shape, parts, settings) for half, kept in HALF_BYTES.items() if half not in settings.recomputed]
+    return sum(whole) + stream * len(settings.recomputed)
 
 
 def _again_per_token(shape: ModelShape, parts: ModelParts, settings: ActivationSettings) -> float:
@@ -247,7 +242,7 @@ def _attention_half(shape: ModelShape, parts: ModelParts, settings: ActivationSe
 
 
 def _feed_forward_half(shape: ModelShape, parts: ModelParts, settings: ActivationSettings) -> float:
-    inside = _feed_forward_elements(shape) * settings.element_bytes
+    inside = shape.kept_ffn_size * settings.element_bytes
     return _beside_a_half(shape, parts, settings) + inside / settings.tensor_parallel_size
 
 
@@ -266,19 +261,14 @@ def _beside_a_half(shape: ModelShape, parts: ModelParts, settings: ActivationSet
     return shape.hidden_size * (streams * settings.element_bytes + settings.mask_bytes) / settings.slices
 
 
-def _feed_forward_elements(shape: ModelShape) -> int:
-    return shape.ffn_hidden_size * shape.feed_forward.kept_per_width
-
-
 def _attention_bytes(shape: ModelShape, parts: ModelParts, settings: ActivationSettings) -> float:
     """Compute the bytes of one token over all heads, from the projection to the input of the output layer."""
     hidden = shape.hidden_size
     size = settings.element_bytes
     fused_projection = hidden + 2 * shape.key_value_size
-    keeps_weights = parts.attention.keeps_weights
-    widened = settings.on_cpu and size < FP32_BYTES and not keeps_weights
+    widened = settings.on_cpu and size < FP32_BYTES and not parts.attention.keeps_weights
     # torch has no fused kernel with dropout for a CPU.
-    plain = keeps_weights or (settings.on_cpu and settings.dropout)
+    plain = parts.attention.keeps_weights or (settings.on_cpu and settings.dropout)
     kept = float(hidden * size)  # the input of the output layer
     if parts.qk_norm:
         # The norm of the queries keeps a copy of them; that of the keys keeps the fused projection that they are a view

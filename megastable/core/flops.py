@@ -47,6 +47,11 @@ class ModelShape:
         return self.ffn_hidden_size * self.feed_forward.input_projections
 
     @property
+    def kept_ffn_size(self) -> int:
+        """Count the elements that a feed-forward layer keeps of a token for its backward pass."""
+        return self.ffn_hidden_size * self.feed_forward.kept_per_width
+
+    @property
     def attention_forward_flops(self) -> int:
         """Count the operations of the attention of one block, forward, on one sample (``seq_length`` tokens)."""
         weights = self.hidden_size * (2 * self.hidden_size + 2 * self.key_value_size)  # Q and output, K and V

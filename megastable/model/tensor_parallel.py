@@ -2,8 +2,8 @@
 
 The model is handed a ``TensorGroup`` by the engine floor. With one process the same code runs on ``OneProcess``,
 without any collective. Splits are Megatron's (Shoeybi et al., arXiv 1909.08053, section 3): column-parallel into a half
-block, row-parallel out of it, one sum per half block and direction. Under sequence parallelism (Korthikanti et al., arXiv
-2205.05198, section 4.2) what lies between two half blocks is a slice of the sequence, and the sum becomes a
+block, row-parallel out of it, one sum per half block and direction. Under sequence parallelism (Korthikanti et al.,
+arXiv 2205.05198, section 4.2) what lies between two half blocks is a slice of the sequence, and the sum becomes a
 reduce-scatter, with an all-gather where the next half block begins.
 """
 

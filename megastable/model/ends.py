@@ -145,7 +145,7 @@ class OutputHead(nn.Module):
         self.cap = LogitCap(config.output_logit_cap)
 
     def forward(self, x: Tensor) -> Tensor | HeadInput:
-        """Map (batch, seq or slice, hidden) to logits (batch, seq, share of the vocabulary), or hand both on."""
+        """Map (batch, seq or slice, hidden) to logits (batch, seq, share of the vocabulary) or a ``HeadInput``."""
         if self.in_chunks:
             return _head_input(x, self.linear.weight, self.linear.tensor, self.cap)
         return _logits(x, self.linear.weight, self.linear.tensor, self.cap)

@@ -47,7 +47,7 @@ def token_mean_loss(
         else:
             assert isinstance(output, HeadInput)
             total = _total_by_chunks(output, labels, tensor, chunk_tokens, total_of)
-        # A batch that counts nothing is 0 / 0 otherwise; so its loss and its gradient are 0.
+        # A global batch that counts no token would be 0 / 0; over the least number its loss and its gradient are 0.
         return total / denominator.clamp(min=torch.finfo(torch.float32).tiny)
 
     return loss
@@ -96,7 +96,10 @@ def token_losses(logits: Tensor, labels: Tensor, vocab_size: int, tensor: Tensor
 
 
 class _VocabularyCrossEntropy(Function):
-    """Three numbers a token travel between the ranks: its largest logit, its sum of exponentials, its label's logit."""
+    """The cross-entropy of a vocabulary that is split over the ranks.
+
+    Three numbers a token travel between them: its largest logit, its sum of exponentials, its label's logit.
+    """
 
     @staticmethod
     def forward(

@@ -79,7 +79,7 @@ def output_and_gradients(forward: Callable[[Tensor], Tensor], module: SelfAttent
     return [output.detach(), *torch.autograd.grad(loss, [x, *module.parameters()])]
 
 
-@pytest.mark.parametrize("positions", ["learned", "alibi", "rotary"])
+@pytest.mark.parametrize("positions", POSITION_EMBEDDINGS)
 @pytest.mark.parametrize("kv_heads", [1, 2, HEADS])
 def test_output_and_gradients_equal_the_plain_ones(backend: str, positions: str, kv_heads: int) -> None:
     module = self_attention(backend, positions, num_key_value_heads=kv_heads)

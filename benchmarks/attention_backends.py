@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Which attention backend is faster on this CPU, and up to which sequence length: math against sdpa."""
+"""Time two attention backends side by side on this CPU: which is faster, and up to which sequence length."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def time_alternating(case: Case, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of every round, by backend; each round runs both, and the next in the other order."""
+    """Return the seconds of every round, by backend; each round runs both, and the next in the other order."""
     inputs = make_inputs(case, arguments)
     bias = BIASES[case.bias](arguments.heads)
     order: list[str] = list(arguments.backends)
@@ -116,7 +116,7 @@ def time_alternating(case: Case, arguments: argparse.Namespace) -> dict[str, lis
 
 
 def make_inputs(case: Case, arguments: argparse.Namespace) -> list[Tensor]:
-    """q, k and v as the model hands them over: (batch, heads, seq, head_dim), a transposed view, q and k scaled.
+    """Draw q, k and v as the model hands them over: (batch, heads, seq, head_dim), a transposed view, q and k scaled.
 
     Unscaled, the softmax would give numbers so small that the processor leaves its fast path.
     """
@@ -124,11 +124,12 @@ def make_inputs(case: Case, arguments: argparse.Namespace) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     scale = arguments.head_dim**-0.25
     drawn = (torch.randn(shape, generator=generator) * factor for factor in (scale, scale, 1.0))
+    # (batch, seq, heads, head_dim) -> (batch, heads, seq, head_dim)
     return [tensor.to(DTYPES[case.dtype]).transpose(1, 2).requires_grad_() for tensor in drawn]
 
 
 def forward_and_backward(backend: AttentionBackend, inputs: list[Tensor], bias: AttentionBias) -> None:
-    """One forward and one backward through the backend alone."""
+    """Run one forward and one backward pass through the backend alone."""
     q, k, v = inputs
     output = backend(q, k, v, bias, 0.0)
     torch.autograd.grad(output, inputs, torch.ones_like(output))

@@ -22,7 +22,6 @@ import json
 import math
 import os
 import statistics
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +30,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from small_runs import build_engine
 
 from megastable.config import RunConfig, run_from_dict
 from megastable.core.init_std import MatrixSize, megatron_530b
@@ -38,7 +38,6 @@ from megastable.core.launch import Launch
 from megastable.core.records import TrainingState
 from megastable.data import Corpus, SampleOrder, prepare_corpus, training_micro_batches
 from megastable.engine.process_group import connected
-from megastable.engine.training_engine import TrainingEngine
 from megastable.planning.run_plan import RunPlan
 
 RATIO_OF_104B = 0.02 / megatron_530b(MatrixSize.square(11600), None)
@@ -57,7 +56,7 @@ Run = dict[str, Any]
 
 
 def run_config(arguments: argparse.Namespace, hidden: int, std: float, lr: float, seed: int) -> RunConfig:
-    """A GPT-2-like model with a constant learning rate after a short warmup; the clip norm is 1, as in the 104B run."""
+    """Build the run of a GPT-2-like model: a short warmup, then a constant learning rate, clip norm 1 as at 104B."""
     return run_from_dict(
         {
             "train_micro_batch_size_per_gpu": arguments.batch,
@@ -81,10 +80,12 @@ def run_config(arguments: argparse.Namespace, hidden: int, std: float, lr: float
 
 
 def train(plan: RunPlan, corpus: Corpus) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of all steps of a planned run."""
-    engine = TrainingEngine(plan.run, plan.layout, plan.ramp, Path(tempfile.gettempdir()))
+    """Train a planned run; returns the losses and gradient norms of all its steps."""
+    engine = build_engine(plan)
     order = SampleOrder(len(corpus.train), plan.run.megastable.training.seed)
-    state, losses, norms = TrainingState(), [], []
+    state = TrainingState()
+    losses = []
+    norms = []
     for _ in range(plan.length.total_steps):
         batch = engine.rampup_hook.before_step(state.consumed_samples)
         micro_batches = training_micro_batches(corpus.train, order, batch, state.consumed_samples, 0, 1)
@@ -116,18 +117,18 @@ def run_all(arguments: argparse.Namespace, settings: dict[str, Any], runs: list[
 
 
 def rounded(value: float) -> float | None:
-    """Four digits; None where it is not finite, which JSON cannot say."""
+    """Round to four digits; None where the value is not finite, which JSON cannot say."""
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
 def write_results(path: Path, settings: dict[str, Any], runs: list[Run]) -> None:
-    """One JSON object, a run a line."""
+    """Write one JSON object, a run a line."""
     lines = ",\n".join(json.dumps(run) for run in runs)
     path.write_text(f'{{"settings": {json.dumps(settings)},\n"runs": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
 def read_results(path: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], list[Run]]:
-    """Settings and runs of ``path``; none where there is no such file. Exits where its runs are not comparable."""
+    """Read the settings and runs of ``path``, no runs before it exists. Exits where its runs are not comparable."""
     if not path.exists():
         return settings, []
     results = json.loads(path.read_text(encoding="utf-8"))
@@ -138,19 +139,19 @@ def read_results(path: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], 
 
 
 def final_loss(run: Run) -> float:
-    """Mean of the last steps, infinite where one of them is not finite."""
+    """Return the mean of the last steps, infinite where one of them is not finite."""
     return statistics.mean(number(loss) for loss in run["loss"][-FINAL_STEPS:])
 
 
 def number(recorded: float | None) -> float:
-    """A recorded value, infinite where it was not finite."""
+    """Return a recorded value, infinite where it was not finite."""
     return math.inf if recorded is None else recorded
 
 
 def spikes(run: Run, settings: dict[str, Any]) -> list[int]:
-    """Steps after the warmup whose loss is not finite or stands over the median of the ten before by SPIKE_NATS."""
+    """Find the steps after the warmup whose loss is not finite or SPIKE_NATS above the median of the ten before."""
     losses = [number(loss) for loss in run["loss"]]
-    first = max(settings["warmup_steps"], 1)
+    first = max(settings["warmup_steps"], 1)  # step 0 has none before it
     return [
         step
         for step in range(first, len(losses))
@@ -159,7 +160,7 @@ def spikes(run: Run, settings: dict[str, Any]) -> list[int]:
 
 
 def untrained(run: Run, settings: dict[str, Any]) -> bool:
-    """True where the run ends no better than the frequencies of single bytes."""
+    """Tell whether the run ends no better than the frequencies of single bytes."""
     return final_loss(run) > settings["unigram_entropy_nats"]
 
 
@@ -169,17 +170,15 @@ TABLE_HEAD = """
 
 
 def print_table(runs: list[Run], settings: dict[str, Any]) -> None:
-    """A line for each hidden size, learning rate and std; the values of its runs stand in the order of their seeds."""
+    """Print a line for each hidden size, learning rate and std, with the values of its runs in the order of seeds."""
     print(TABLE_HEAD)
     formula = {(run["hidden"], run["lr"], run["seed"]): run for run in runs if run["init"] == "formula"}
     for hidden, lr in sorted({(run["hidden"], run["lr"]) for run in runs}):
         for name in STDS:
             same = [run for run in runs if (run["hidden"], run["lr"], run["init"]) == (hidden, lr, name)]
             same.sort(key=lambda run: run["seed"])
-            differences = [
-                final_loss(run) - final_loss(formula[key]) for run in same
-                if (key := (hidden, lr, run["seed"])) in formula
-            ]  # fmt: skip
+            pairs = [(run, formula.get((hidden, lr, run["seed"]))) for run in same]
+            differences = [final_loss(run) - final_loss(twin) for run, twin in pairs if twin is not None]
             norms = [max(map(number, run["grad_norm"][settings["warmup_steps"] :])) for run in same]
             cells = [
                 str(hidden),
@@ -196,7 +195,7 @@ def print_table(runs: list[Run], settings: dict[str, Any]) -> None:
 
 
 def draw(settings: dict[str, Any], runs: list[Run], output: Path) -> None:
-    """Curves of every hidden size and learning rate that has most seeds; below, the final losses of all runs."""
+    """Draw curves of every hidden size and learning rate that has most seeds; below, the final losses of all runs."""
     seeds = Counter((run["hidden"], run["lr"]) for run in runs)
     pairs = sorted(pair for pair, count in seeds.items() if count == max(seeds.values()))
     widths = sorted({run["hidden"] for run in runs})
@@ -230,13 +229,15 @@ def draw(settings: dict[str, Any], runs: list[Run], output: Path) -> None:
 
 
 def draw_curves(axes: Axes, runs: list[Run], settings: dict[str, Any], key: str) -> None:
-    """Mean and range over the seeds for each std; crosses where a run ends untrained, triangles at spikes."""
+    """Draw the mean and range over the seeds for each std, a cross at an untrained end and triangles at spikes."""
     for name, color in COLORS.items():
         of_init = [run for run in runs if run["init"] == name]
         curves = [[math.nan if value is None else value for value in run[key]] for run in of_init]
         steps = range(settings["steps"])
         by_step = list(zip(*curves, strict=True))
-        label = f"std {name}" + (f" = {of_init[0]['std']:.3f}" if name != "0.02" else "")
+        label = f"std {name}"
+        if name != "0.02":
+            label += f" = {of_init[0]['std']:.3f}"
         axes.plot(steps, [statistics.mean(values) for values in by_step], color=color, linewidth=1.3, label=label)
         axes.fill_between(
             steps, [min(values) for values in by_step], [max(values) for values in by_step],
@@ -252,15 +253,17 @@ def draw_curves(axes: Axes, runs: list[Run], settings: dict[str, Any], key: str)
 
 
 def draw_final_losses(axes: Axes, runs: list[Run]) -> None:
-    """Final loss over the learning rate: a dot a run, a line through those of one seed."""
+    """Draw the final loss over the learning rate: a dot a run, a line through those of one seed."""
     for name, color in COLORS.items():
         for number_of_line, seed in enumerate(sorted({run["seed"] for run in runs})):
             of_seed = sorted(
                 (run for run in runs if (run["init"], run["seed"]) == (name, seed)), key=lambda run: run["lr"]
             )
-            label = f"std {name}" if number_of_line == 0 else None
-            lrs, losses = [run["lr"] for run in of_seed], [final_loss(run) for run in of_seed]
-            axes.plot(lrs, losses, "o-", color=color, markersize=3, linewidth=1, label=label)
+            label = f"std {name}" if number_of_line == 0 else None  # one entry of the legend for all seeds
+            axes.plot(
+                [run["lr"] for run in of_seed], [final_loss(run) for run in of_seed],
+                "o-", color=color, markersize=3, linewidth=1, label=label,
+            )  # fmt: skip
 
 
 def main() -> None:

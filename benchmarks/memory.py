@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import tempfile
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
+from small_runs import LEARNING_RATE, build_engine
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 from megastable.config import run_from_dict
 from megastable.core.launch import Launch
 from megastable.engine.process_group import connected
-from megastable.engine.training_engine import TrainingEngine
 from megastable.planning.memory import stage_memory
 from megastable.planning.run_plan import RunPlan
 
@@ -34,7 +32,7 @@ LONG = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 1, "seq_lengt
 
 
 def recomputed(kinds: bool | list[str]) -> dict[str, Any]:
-    """The section that says so."""
+    """Make the section of a run that recomputes such halves of its blocks."""
     return {"pipeline": {"activation_checkpointing": kinds}}
 
 
@@ -70,11 +68,13 @@ class LiveStorages(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = 0
         self._bytes: dict[int, int] = {}
+        # What lives already: weights, optimizer states and buffers. Exact types, because isinstance asks every object
+        # for its class, for which a lazy proxy imports what it stands for.
         for thing in gc.get_objects():
             if type(thing) in (Tensor, torch.nn.Parameter):
-                self.see(thing)
+                self.count(thing)
 
-    def see(self, tensor: Tensor) -> None:
+    def count(self, tensor: Tensor) -> None:
         """Count a tensor's storage, once."""
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -82,9 +82,9 @@ class LiveStorages(TorchDispatchMode):
             self._bytes[key] = storage.nbytes()
             self.now += storage.nbytes()
             self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._gone, key)
+            weakref.finalize(storage, self._subtract, key)
 
-    def _gone(self, key: int) -> None:
+    def _subtract(self, key: int) -> None:
         self.now -= self._bytes.pop(key, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,18 +92,18 @@ class LiveStorages(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self.see(leaf)
+                self.count(leaf)
         return result
 
 
 def case_plan(name: str, num_stages: int, world_size: int) -> RunPlan:
-    """The plan of a case: four micro-batches of two samples on every replica."""
+    """Plan the run of a case: four micro-batches of two samples on every replica."""
     model, keys, sections = CASES[name]
     sizes = {"num_layers": 4, "hidden_size": 256, "seq_length": 256, "num_attention_heads": 4, "vocab_size": 2048}
     run = run_from_dict(
         {
             "train_micro_batch_size_per_gpu": 2,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
             **keys,
             "megastable": {
                 "model": {**sizes, **model},
@@ -118,9 +118,10 @@ def case_plan(name: str, num_stages: int, world_size: int) -> RunPlan:
 
 
 def measured_bytes(plan: RunPlan) -> tuple[int, int]:
-    """Peak of the second step's live storages on this rank, and the stage it is."""
-    engine = TrainingEngine(plan.run, plan.layout, plan.ramp, Path(tempfile.gettempdir()))
-    batch, model = plan.ramp.at(0), plan.run.megastable.model
+    """Return the peak of the second step's live storages on this rank, and the rank's stage."""
+    engine = build_engine(plan)
+    batch = plan.ramp.at(0)
+    model = plan.run.megastable.model
 
     def micro_batches() -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]] | None:
         if not engine.needs_data:
@@ -129,10 +130,10 @@ def measured_bytes(plan: RunPlan) -> tuple[int, int]:
         return iter([(ids, (ids, torch.tensor(float(ids.numel()))))] * batch.num_microbatches)
 
     engine.rampup_hook.before_step(0)
-    engine.train_batch(micro_batches(), 1e-4)
+    engine.train_batch(micro_batches(), LEARNING_RATE)
     gc.collect()
     with LiveStorages() as live:
-        engine.train_batch(micro_batches(), 1e-4)
+        engine.train_batch(micro_batches(), LEARNING_RATE)
     return live.peak, engine.stage
 
 

@@ -5,30 +5,23 @@ Run it with `torchrun --standalone --nproc_per_node 2 benchmarks/monitors.py`.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-import tempfile
-import time
 from collections import defaultdict
-from pathlib import Path
 
-from synthetic import random_micro_batches, small_run
+from small_runs import build_engine, model_parser, small_run, timed_step
 
 from megastable.core.launch import Launch
 from megastable.engine.process_group import connected
-from megastable.engine.training_engine import TrainingEngine
 from megastable.planning.run_plan import RunPlan
 
-DEFAULT_INTERVAL, DEFAULT_CONSISTENCY_INTERVAL = 10, 100
+DEFAULT_INTERVAL = 10
+DEFAULT_CONSISTENCY_INTERVAL = 100
 
 
 def main() -> None:
     """Time watched and unwatched steps in turns and print their ratios."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4, help="transformer blocks")
-    parser.add_argument("--hidden", type=int, default=256, help="hidden size, a multiple of 64")
-    parser.add_argument("--seq-length", type=int, default=256, help="tokens a sample")
+    parser = model_parser(__doc__, hidden=256, seq_length=256)
     parser.add_argument("--batch", type=int, default=16, help="samples a step")
     parser.add_argument("--rounds", type=int, default=12, help="steps of each kind, in turns")
     arguments = parser.parse_args()
@@ -36,15 +29,13 @@ def main() -> None:
     with connected(launch):
         run = small_run(arguments, arguments.batch, pipeline={"num_stages": launch.world_size})
         plan = RunPlan.of(run, launch.world_size)
-        engine = TrainingEngine(run, plan.layout, plan.ramp, Path(tempfile.gettempdir()))
+        engine = build_engine(plan)
         seconds: dict[str, list[float]] = defaultdict(list)
         for turn in range(arguments.rounds + 1):
             for kind in ("unwatched", "watched"):
-                engine.rampup_hook.before_step(0)
-                started = time.perf_counter()
-                engine.train_batch(random_micro_batches(plan), 1e-4, watch=kind == "watched")
+                step_seconds = timed_step(engine, plan, watch=kind == "watched")
                 if turn > 0:  # the first step of each sets things up
-                    seconds[kind].append(time.perf_counter() - started)
+                    seconds[kind].append(step_seconds)
             _, check_seconds = engine.check_consistency()
             if turn > 0:
                 seconds["check"].append(check_seconds)
@@ -53,10 +44,11 @@ def main() -> None:
 
 
 def print_shares(seconds: dict[str, list[float]]) -> None:
-    """Medians over the rounds, as shares of an unwatched step."""
+    """Print medians over the rounds, as shares of an unwatched step."""
     step = statistics.median(seconds["unwatched"])
     ratios = [w / u for w, u in zip(seconds["watched"], seconds["unwatched"], strict=True)]
-    watched, check = statistics.median(ratios) - 1, statistics.median(seconds["check"]) / step
+    watched = statistics.median(ratios) - 1
+    check = statistics.median(seconds["check"]) / step
     print(
         f"a watched step takes {watched:+.1%} ({min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%}) of an unwatched one;"
     )

@@ -25,19 +25,19 @@ PRODUCTS: dict[str, Product] = {
 
 
 def seconds(product: Product, *operands: Tensor) -> float:
-    """Of one product."""
+    """Time one product."""
     started = time.perf_counter()
     product(*operands)
     return time.perf_counter() - started
 
 
 def in_fp32(product: Product) -> Product:
-    """Widen, multiply, round."""
+    """Make the product that widens its operands to fp32, multiplies, and rounds the result back."""
     return lambda *operands: product(*(operand.float() for operand in operands)).to(operands[0].dtype)
 
 
 def main() -> None:
-    """Time all of them in turns and print a table."""
+    """Time all products in turns and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=512, help="of a micro-batch (512)")
     parser.add_argument("--hidden", type=int, default=512, help="features in; four times as many come out (512)")

@@ -5,18 +5,15 @@ Run it with `torchrun --standalone --nproc_per_node 2 benchmarks/tensor_parallel
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from synthetic import random_micro_batches, small_run
+from small_runs import LEARNING_RATE, build_engine, model_parser, random_micro_batches, small_run
 from torch import Tensor
 
 from megastable.core.launch import Launch
@@ -37,7 +34,8 @@ class TimedWork:
     """A collective whose waiting time is added up."""
 
     def __init__(self, work: Work, seconds: dict[str, float]) -> None:
-        self._work, self._seconds = work, seconds
+        self._work = work
+        self._seconds = seconds
 
     def wait(self) -> None:
         """Wait, and count how long."""
@@ -63,7 +61,7 @@ def time_collectives(seconds: dict[str, float]) -> None:
 
 
 def saved_megabytes(engine: TrainingEngine, plan: RunPlan) -> float:
-    """What one micro-batch leaves behind for its backward pass on this rank, parameters not counted."""
+    """Count what one micro-batch leaves behind for its backward pass on this rank, but for the parameters."""
     storages: dict[int, int] = {}
     parameters = {parameter.untyped_storage().data_ptr() for parameter in engine.deepspeed.module.parameters()}
 
@@ -82,10 +80,7 @@ def saved_megabytes(engine: TrainingEngine, plan: RunPlan) -> float:
 
 def main() -> None:
     """Time the layouts in turns and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4, help="transformer blocks")
-    parser.add_argument("--hidden", type=int, default=256, help="hidden size, a multiple of 128")
-    parser.add_argument("--seq-length", type=int, default=256, help="tokens a sample")
+    parser = model_parser(__doc__, hidden=256, seq_length=256, num_ranks=2)
     parser.add_argument("--rounds", type=int, default=8, help="steps of each layout, in turns")
     arguments = parser.parse_args()
     seconds: dict[str, float] = defaultdict(float)
@@ -96,7 +91,7 @@ def main() -> None:
         for name, tensor in LAYOUTS.items():
             run = small_run(arguments, batch=8, tensor_parallel=tensor)
             plan = RunPlan.of(run, launch.world_size)
-            engines[name] = plan, TrainingEngine(run, plan.layout, plan.ramp, Path(tempfile.gettempdir()))
+            engines[name] = plan, build_engine(plan)
         saved = {name: saved_megabytes(engine, plan) for name, (plan, engine) in engines.items()}
         steps: dict[str, list[float]] = defaultdict(list)
         shares: dict[str, list[float]] = defaultdict(list)
@@ -104,7 +99,7 @@ def main() -> None:
             for name, (plan, engine) in engines.items():
                 seconds["tensor"] = 0.0
                 engine.rampup_hook.before_step(0)
-                result = engine.train_batch(random_micro_batches(plan), 1e-4)
+                result = engine.train_batch(random_micro_batches(plan), LEARNING_RATE)
                 if turn > 0:  # the first step of each sets things up
                     steps[name].append(result.step_seconds)
                     shares[name].append(seconds["tensor"] / result.step_seconds)
@@ -113,7 +108,7 @@ def main() -> None:
 
 
 def print_table(steps: dict[str, list[float]], shares: dict[str, list[float]], saved: dict[str, float]) -> None:
-    """One row a layout; ratios are medians over the rounds."""
+    """Print a row for every layout; ratios are medians over the rounds."""
     print("| layout | step, ratio to data 2 | waiting for tensor ranks | saved by a micro-batch of 2, MB a process |")
     print("|---|---|---|---|")
     for name, times in steps.items():

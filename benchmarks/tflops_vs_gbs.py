@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 from megastable.cli.sweep import check_can_plot, comparison, plot_sweep, show_sweep
@@ -24,16 +23,14 @@ from megastable.core.batch_rampup import Batch
 from megastable.core.devices import GPU_RESERVED_GIB
 from megastable.core.errors import UserError
 from megastable.core.launch import Launch
+from megastable.core.memory import GIB
 from megastable.planning.calibration import CalibrationFile, calibration_file, check_new, load_calibration
 from megastable.planning.forecast import Basis
-from megastable.planning.micro_batches import fewest_devices
-from megastable.planning.run_plan import RunPlan
+from megastable.planning.run_plan import RunPlan, number_of_devices
 from megastable.planning.sweep import SweepReport, as_section, measured_sweep, planned_sweep, work_of
 from megastable.planning.throughput import DEFAULT_SHARE, parse_sizes, steps_of_each, sweep_batches, takes_part
 from megastable.training.entry import refuse
 from megastable.training.host import cpu_name, memory_gib_per_process, probe_this_cpu
-
-GIB = 2**30
 
 
 def main() -> int:
@@ -42,10 +39,12 @@ def main() -> int:
     try:
         launch = Launch.detect(os.environ)
         plan = plan_of(arguments, launch)
-        micro = str(plan.run.train_micro_batch_size_per_gpu) if arguments.micro_batch_sizes is None else None
+        micro_batch_sizes = arguments.micro_batch_sizes
+        if micro_batch_sizes is None:
+            micro_batch_sizes = str(plan.run.train_micro_batch_size_per_gpu)
         batches = sweep_batches(
             parse_sizes(arguments.global_batch_sizes, "--global-batch-sizes"),
-            parse_sizes(micro or arguments.micro_batch_sizes, "--micro-batch-sizes"),
+            parse_sizes(micro_batch_sizes, "--micro-batch-sizes"),
             plan.layout.data_parallel_size,
         )
         check_outputs(arguments)
@@ -62,7 +61,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deepspeed_config", required=True, type=Path, metavar="FILE", help="the run file")
     parser.add_argument("--global-batch-sizes", required=True, metavar="N,N", help="samples a step, e.g. 2,4,8")
@@ -82,7 +81,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def plan_of(arguments: argparse.Namespace, launch: Launch) -> RunPlan:
-    """The plan of the launch, or of as many processes as the file asks for where a dry run stands alone.
+    """Plan for the launch, or for as many processes as the file asks for where a dry run stands alone.
 
     Raises:
         UserError: the run file or an option is refused.
@@ -94,7 +93,7 @@ def plan_of(arguments: argparse.Namespace, launch: Launch) -> RunPlan:
     world_size = launch.world_size
     if arguments.dry_run and world_size == 1:
         run = load_run_file(arguments.deepspeed_config, arguments.overrides)
-        world_size = run.megastable.training.world_size or fewest_devices(run)
+        world_size, _ = number_of_devices(run, None)
     return RunPlan.of(load_run_file(arguments.deepspeed_config, arguments.overrides, world_size), world_size)
 
 
@@ -116,7 +115,9 @@ def check_outputs(arguments: argparse.Namespace) -> None:
 
 def run_sweep(arguments: argparse.Namespace, plan: RunPlan, launch: Launch, batches: list[Batch]) -> None:
     """Measure together with the other ranks; rank 0 prints and writes."""
-    other = load_calibration(arguments.calibration, plan) if arguments.calibration else None
+    other = None
+    if arguments.calibration:
+        other = load_calibration(arguments.calibration, plan)
 
     from megastable.engine.process_group import connected  # loads torch and deepspeed
 
@@ -135,12 +136,10 @@ def run_sweep(arguments: argparse.Namespace, plan: RunPlan, launch: Launch, batc
 
 
 def measure(plan: RunPlan, batches: list[Batch], rounds: int, talks: bool) -> dict[Batch, list[float]]:
-    """Seconds of every batch's steps, on this rank. Collective."""
-    from synthetic import random_micro_batches
+    """Return the seconds of every batch's steps, on this rank; collective."""
+    from small_runs import build_engine, random_micro_batches  # loads torch and deepspeed
 
-    from megastable.engine.training_engine import TrainingEngine
-
-    engine = TrainingEngine(plan.run, plan.layout, plan.ramp, Path(tempfile.gettempdir()))
+    engine = build_engine(plan)
     steps = steps_of_each(batches, rounds)
     seconds: dict[Batch, list[float]] = {batch: [] for batch in batches}
     for number in range(rounds + 1):
@@ -159,14 +158,17 @@ def measure(plan: RunPlan, batches: list[Batch], rounds: int, talks: bool) -> di
 
 
 def described(plan: RunPlan, report: SweepReport, launch: Launch) -> CalibrationFile:
-    """The sweep as a calibration file."""
+    """Make the sweep's calibration file."""
     import torch
 
     on_cpu = os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available()
     if on_cpu:
-        device, memory_gib = cpu_name(), memory_gib_per_process(launch.local_world_size)
+        device = cpu_name()
+        memory_gib = memory_gib_per_process(launch.local_world_size)
     else:
-        device, memory_gib = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1] / GIB - GPU_RESERVED_GIB
+        device = torch.cuda.get_device_name()
+        _, total_bytes = torch.cuda.mem_get_info()
+        memory_gib = total_bytes / GIB - GPU_RESERVED_GIB
     assert report.cost is not None
     file = calibration_file(plan, report.cost, method="sweep", device=device, on_cpu=on_cpu, memory_gib=memory_gib)
     return file.model_copy(update={"sweep": as_section(report)})

@@ -1,4 +1,4 @@
-"""Do all candidates learn the same? Their loss curves in fp32 beside that of the one process."""
+"""Whether all candidates learn the same: their loss curves in fp32 beside that of the one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOLERANCE = 1e-5  # relative; fp32 rounds at 6e-8, and a sum over tokens in anot
 def largest_differences(
     trainers: dict[str, Trainer], settings: Settings, batch_sizes: Sequence[int], rounds: int
 ) -> dict[str, float]:
-    """By candidate, the largest relative difference from the one process over all steps of the curve.
+    """Return, by candidate, the largest relative difference from the one process over all steps of the curve.
 
     The batch sizes alternate within one curve, so that what a change of batch breaks is seen.
     """
@@ -30,5 +30,7 @@ def largest_differences(
 
 
 def relative_difference(loss: float, expected: float) -> float:
-    """Infinite where one of them is not finite: a comparison with NaN would let it pass."""
-    return abs(loss - expected) / abs(expected) if math.isfinite(loss) and math.isfinite(expected) else math.inf
+    """Return the difference over the expected loss; infinite where one of them is not finite."""
+    if not (math.isfinite(loss) and math.isfinite(expected)):
+        return math.inf  # a comparison with NaN would let it pass
+    return abs(loss - expected) / abs(expected)

@@ -35,7 +35,7 @@ class Settings:
     learning_rate: float
 
     def run(self, num_micro_batches: int = 1, fused: bool = True) -> RunConfig:
-        """As megastable's run file. Clipping and decay are on; ZeRO stage 1 is the default.
+        """Build the run file of megastable. Clipping and decay are on; ZeRO stage 1 is the default.
 
         The head is not tied to the embedding, because torch's pipelining has no tied weights.
         """
@@ -63,7 +63,7 @@ class Settings:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, activations and gradients."""
+        """Return the format of weights, activations and gradients."""
         return DTYPES[self.precision]
 
 
@@ -77,11 +77,11 @@ class GlobalBatch:
 
     @property
     def num_micro_batches(self) -> int:
-        """That the global batch is cut into."""
+        """Count the micro-batches that the global batch is cut into."""
         return len(self.ids) // self.micro_batch_size
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """With the denominators that make the mean over micro-batches the token mean of the global batch."""
+        """Yield the micro-batches, with denominators that make their mean the token mean of the global batch."""
         denominator = torch.tensor(self.labels.numel() / self.num_micro_batches)
         pieces = zip(self.ids.split(self.micro_batch_size), self.labels.split(self.micro_batch_size), strict=True)
         for ids, labels in pieces:
@@ -89,19 +89,20 @@ class GlobalBatch:
 
 
 def draw_batch(settings: Settings, size: int, seed: int) -> GlobalBatch:
-    """``size`` samples. Squares of uniform numbers: frequent small ids give the model something to learn."""
+    """Draw ``size`` samples."""
     generator = torch.Generator().manual_seed(seed)
+    # Squares of uniform numbers: frequent small ids give the model something to learn.
     tokens = (torch.rand(size, settings.seq_length + 1, generator=generator) ** 2 * VOCAB_SIZE).long()
     return GlobalBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), settings.micro_batch_size)
 
 
 def loss_function() -> LossFunction:
-    """megastable's own, in fp32."""
+    """Make megastable's own loss, which computes in fp32."""
     return token_mean_loss(VOCAB_SIZE, OneProcess())
 
 
 def build_layers(settings: Settings, start: int, stop: int, splits_backward: bool = False) -> nn.Sequential:
-    """Layers ``start`` to ``stop`` of the flat list for plain torch, with the weights that megastable draws.
+    """Build layers ``start`` to ``stop`` of the flat list for plain torch, with the weights that megastable draws.
 
     Args:
         splits_backward: the schedule computes the gradients of inputs and of weights at different times. megastable's
@@ -112,12 +113,14 @@ def build_layers(settings: Settings, start: int, stop: int, splits_backward: boo
     module = nn.Sequential(*(layer.build(run) for layer in gpt_layers(run, OneProcess())[start:stop]))
     for child in module.modules():
         if splits_backward and isinstance(child, ColumnParallelLinear | RowParallelLinear):
-            child.forward = functools.partial(separate_linear, weight=child.weight, bias=child.bias)
+            separate = functools.partial(separate_linear, weight=child.weight, bias=child.bias)
+            child.forward = separate  # type: ignore[method-assign]  # of this one module, not of its class
     return module.to(settings.dtype)
 
 
 def separate_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A linear layer whose two gradients are two nodes; in fp32 where megastable's own products are."""
+    """Multiply as a linear layer whose two gradients are two nodes; in fp32 where megastable's own products are."""
     if not is_emulated(x.device.type, x.dtype):
         return F.linear(x, weight, bias)
-    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+    wide_bias = None if bias is None else bias.float()
+    return F.linear(x.float(), weight.float(), wide_bias).to(x.dtype)

@@ -15,7 +15,7 @@ Rows = list[dict[str, Any]]
 
 
 def timed_step(trainer: Trainer, batch: GlobalBatch) -> tuple[float, float]:
-    """Seconds from the first rank's start to the last rank's end, and the loss; the same on every rank."""
+    """Return the seconds from the first rank's start to the last one's end, and the loss; the same on every rank."""
     dist.barrier()
     started = time.perf_counter()  # one clock for all processes of a machine
     loss = trainer.step(batch)
@@ -23,19 +23,22 @@ def timed_step(trainer: Trainer, batch: GlobalBatch) -> tuple[float, float]:
     ranks: list[tuple[float, float, float | None]] = [own] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
     known = next(loss for _, _, loss in ranks if loss is not None)
-    return max(ended for _, ended, _ in ranks) - min(started for started, _, _ in ranks), known
+    first_start = min(started for started, _, _ in ranks)
+    last_end = max(ended for _, ended, _ in ranks)
+    return last_end - first_start, known
 
 
 def run_rounds(
     trainers: dict[str, Trainer], settings: Settings, batch_sizes: Sequence[int], rounds: int
 ) -> Iterator[dict[str, Any]]:
-    """A row for every batch size of every round. All candidates take every step, in an order that rotates."""
+    """Yield a row for every batch size of every round. All candidates take every step, in an order that rotates."""
     for turn in range(rounds):
         for size in batch_sizes:
             batch = draw_batch(settings, size, seed=turn * (max(batch_sizes) + 1) + size)
             ready = [name for name, trainer in trainers.items() if not trainer.refusal(batch.num_micro_batches)]
             first = turn % len(ready)
-            seconds, losses = {}, {}
+            seconds = {}
+            losses = {}
             for name in ready[first:] + ready[:first]:
                 seconds[name], losses[name] = timed_step(trainers[name], batch)
             yield {
@@ -51,14 +54,15 @@ def measure(
     batch_sizes: Sequence[int],
     rounds: int,
     deadline: float,
-    tell: Callable[[dict[str, Any]], None],
+    report: Callable[[dict[str, Any]], None],
 ) -> Rows:
-    """The rows after the warm-up, ended early where rank 0's clock passes ``deadline`` (of time.monotonic)."""
+    """Measure the rows after the warm-up, ended early where rank 0's clock passes ``deadline`` (of time.monotonic)."""
     rows: Rows = []
     for row in run_rounds(trainers, settings, batch_sizes, WARMUP_ROUNDS + rounds):
-        tell(row)
+        report(row)
         if row["round"] >= WARMUP_ROUNDS:
             rows.append(row)
+        # Rank 0 decides for all: clocks that disagreed would leave the others waiting in the next step.
         late = [time.monotonic() > deadline]
         dist.broadcast_object_list(late, src=0)
         if late[0]:

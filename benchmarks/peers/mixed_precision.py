@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megastable.config import RunConfig
 
@@ -23,10 +23,12 @@ class MasterWeightAdamW:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], run: RunConfig, shared: bool) -> None:
-        self._parameters = list(parameters)
+        self._parameters: list[Tensor] = list(parameters)
         self._masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self._parameters]
-        self._clip_norm, self._shared = run.clip_norm, shared
+        self._clip_norm = run.clip_norm
+        self._shared = shared
         params = run.optimizer.params
+        # Matrices decay; biases and the scales of norms do not.
         groups = [
             {"params": [p for p in self._masters if p.dim() > 1], "weight_decay": params.weight_decay},
             {"params": [p for p in self._masters if p.dim() <= 1], "weight_decay": 0.0},
@@ -36,13 +38,15 @@ class MasterWeightAdamW:
     @torch.no_grad()
     def step(self) -> None:
         """Clip, update, write the 16-bit weights anew and forget the gradients."""
+        # Copies where the weights have 16 bits; in fp32 the gradients themselves, which are then clipped in place.
         gradients = [p.grad.float() for p in self._parameters if p.grad is not None]
         square = nn.utils.get_total_norm(gradients) ** 2
         if self._shared:
             dist.all_reduce(square)
         torch._foreach_mul_(gradients, (self._clip_norm / (square.sqrt() + 1e-6)).clamp(max=1.0))
         for parameter, master, gradient in zip(self._parameters, self._masters, gradients, strict=True):
-            parameter.grad, master.grad = None, gradient
+            parameter.grad = None
+            master.grad = gradient
         self._adamw.step()
         if self._masters[0] is not self._parameters[0]:
             torch._foreach_copy_(self._parameters, self._masters)

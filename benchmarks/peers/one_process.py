@@ -18,11 +18,11 @@ class OneProcess:
             self._optimizer = MasterWeightAdamW(self._model.parameters(), settings.run(), shared=False)
 
     def refusal(self, num_micro_batches: int) -> str | None:
-        """Every number of micro-batches will do."""
+        """Return None: every number of micro-batches will do."""
         return None
 
     def step(self, batch: GlobalBatch) -> float | None:
-        """One optimizer step; the loss on rank 0."""
+        """Take one optimizer step; returns the loss on rank 0."""
         if dist.get_rank() != 0:
             return None
         torch.set_num_threads(NUM_STAGES)

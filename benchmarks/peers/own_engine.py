@@ -14,7 +14,7 @@ from megastable.planning.run_plan import RunPlan
 
 
 def own_bounds(settings: Settings) -> list[int]:
-    """Where megastable cuts this model by itself; collective."""
+    """Return the bounds of the stages into which megastable cuts this model by itself; collective."""
     run = settings.run()
     return [int(bound) for bound in GptPipeline(run, RunPlan.of(run, NUM_STAGES).layout).parts]
 
@@ -29,11 +29,11 @@ class Megastable:
         self._hooks: dict[int, BatchRampupHook] = {}
 
     def refusal(self, num_micro_batches: int) -> str | None:
-        """Every number of micro-batches will do."""
+        """Return None: every number of micro-batches will do."""
         return None
 
     def step(self, batch: GlobalBatch) -> float:
-        """One optimizer step; the loss on every rank."""
+        """Take one optimizer step; returns the loss on every rank."""
         count = batch.num_micro_batches
         if count not in self._hooks:
             ramp = RunPlan.of(self._settings.run(count), NUM_STAGES).ramp

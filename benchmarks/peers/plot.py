@@ -12,7 +12,7 @@ from report import LIMIT, OWN, by_batch, candidates, ideal_seconds, share_of_lim
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """A line a candidate through its medians, a band from least to most."""
+    """Draw a line a candidate through its medians, and a band from least to most."""
     groups = by_batch(result["rows"])
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
@@ -21,8 +21,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
         shares = {size: [share_of_limit(name)(row) for row in rows] for size, rows in of_name.items() if rows}
         width = 2.4 if name == OWN else 1.3
         (line,) = axes.plot(list(shares), [statistics.median(v) for v in shares.values()], "o-", lw=width, label=name)
-        low, high = ([choose(values) for values in shares.values()] for choose in (min, max))
-        axes.fill_between(list(shares), low, high, color=line.get_color(), alpha=0.12, lw=0)
+        least = [min(values) for values in shares.values()]
+        most = [max(values) for values in shares.values()]
+        axes.fill_between(list(shares), least, most, color=line.get_color(), alpha=0.12, lw=0)
     ideal = [1 / ideal_seconds(1.0, rows[0]["num_micro_batches"], result["num_stages"]) for rows in groups.values()]
     axes.plot(list(groups), ideal, ":", color="black", label="a perfect 1F1B pipeline")
     axes.axhline(1.0, color="grey", lw=0.8)

@@ -8,7 +8,9 @@ from typing import Any
 
 from megastable.planning.measured_cost import MeasuredStep, calibrate
 
-OWN, STOCK, LIMIT = "megastable", "DeepSpeed", "one process"
+OWN = "megastable"
+STOCK = "DeepSpeed"
+LIMIT = "one process"
 ONE_F_ONE_B_PEERS = (STOCK, "DeepSpeed fused", "torch 1F1B")
 
 Row = dict[str, Any]
@@ -17,8 +19,10 @@ Value = Callable[[Row], float]
 
 
 def ideal_seconds(limit_seconds: float, num_micro_batches: int, num_stages: int) -> float:
-    """What a perfect 1F1B pipeline of single-threaded stages takes where one process with as many threads, which has
-    no bubble, takes ``limit_seconds``: its bubble share is (p - 1) / (m + p - 1).
+    """Compute what a perfect 1F1B pipeline takes where one process, which has no bubble, takes ``limit_seconds``.
+
+    The stages have one thread each, and the process as many as there are stages. The share of the bubble is
+    (p - 1) / (m + p - 1).
 
     PipeDream-Flush and Megatron-LM, arXiv 2104.04473, section 2.2.
     """
@@ -26,45 +30,46 @@ def ideal_seconds(limit_seconds: float, num_micro_batches: int, num_stages: int)
 
 
 def seconds_of(name: str) -> Value:
-    """The step time of a candidate."""
+    """Make the value of a row that is the step time of a candidate."""
     return lambda row: row["seconds"][name]
 
 
 def speed_over(name: str) -> Value:
-    """How many times the throughput of a candidate megastable has."""
+    """Make the value that is megastable's throughput over that of a candidate."""
     return lambda row: row["seconds"][name] / row["seconds"][OWN]
 
 
 def speed_over_best(row: Row) -> float:
-    """The same over the fastest 1F1B peer of the round."""
-    return min(row["seconds"][name] for name in ONE_F_ONE_B_PEERS if name in row["seconds"]) / row["seconds"][OWN]
+    """Compute megastable's throughput over that of the fastest 1F1B peer of the round."""
+    fastest_peer = min(row["seconds"][name] for name in ONE_F_ONE_B_PEERS if name in row["seconds"])
+    return fastest_peer / row["seconds"][OWN]
 
 
 def share_of_ideal(name: str, num_stages: int) -> Value:
-    """The throughput of a candidate over that of a perfect 1F1B pipeline."""
+    """Make the value that is a candidate's throughput over that of a perfect 1F1B pipeline."""
     return lambda row: ideal_seconds(row["seconds"][LIMIT], row["num_micro_batches"], num_stages) / row["seconds"][name]
 
 
 def share_of_limit(name: str) -> Value:
-    """The throughput of a candidate over that of the one process without a bubble."""
+    """Make the value that is a candidate's throughput over that of the one process without a bubble."""
     return lambda row: row["seconds"][LIMIT] / row["seconds"][name]
 
 
 def cell(rows: Sequence[Row], value: Value, digits: int) -> str:
-    """Median (least - most) over the rounds."""
+    """Format the median (least - most) over the rounds."""
     values = [value(row) for row in rows]
     low, middle, high = (f"{v:.{digits}f}" for v in (min(values), statistics.median(values), max(values)))
     return f"{middle} ({low}-{high})"
 
 
 def by_batch(rows: Sequence[Row]) -> dict[int, list[Row]]:
-    """The rounds of every global batch size, smallest first."""
+    """Group the rounds by their global batch size, smallest first."""
     sizes = sorted({row["global_batch_size"] for row in rows})
     return {size: [row for row in rows if row["global_batch_size"] == size] for size in sizes}
 
 
 def table(rows: Sequence[Row], columns: dict[str, Value], needs: dict[str, tuple[str, ...]], digits: int) -> list[str]:
-    """A line a batch size; a cell is a dash where a candidate that it needs did not run."""
+    """Format a line a batch size; a cell is a dash where a candidate that it needs did not run."""
     lines = [f"| global batch | micro-batches | {' | '.join(columns)} |", f"|{'---|' * (len(columns) + 2)}"]
     for size, of_size in by_batch(rows).items():
         cells = [
@@ -76,13 +81,15 @@ def table(rows: Sequence[Row], columns: dict[str, Value], needs: dict[str, tuple
 
 
 def candidates(rows: Sequence[Row]) -> list[str]:
-    """Names that ran at some batch size, in the order of the first row that has most of them."""
-    return list(max((row["seconds"] for row in rows), key=len))
+    """Return the names that ran at some batch size, in the order of the first row that has most of them."""
+    names_of_rows = [list(row["seconds"]) for row in rows]
+    return max(names_of_rows, key=len)
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The whole report of a measurement, see ``run.py`` for what it holds."""
-    rows, num_stages = result["rows"], result["num_stages"]
+    """Format the whole report of a measurement, see ``run.py`` for what it holds."""
+    rows = result["rows"]
+    num_stages = result["num_stages"]
     names = candidates(rows)
     peers = [name for name in names if name not in (OWN, LIMIT)]
     lines = [f"# Peers, {result['date']}", "", *facts(result), "", "## Step seconds", ""]
@@ -93,7 +100,8 @@ def markdown(result: dict[str, Any]) -> str:
         needs: dict[str, tuple[str, ...]] = {name: (OWN, name) for name in peers}
         first = next((name for name in ONE_F_ONE_B_PEERS if name in names), None)
         if first is not None:
-            columns[best], needs[best] = speed_over_best, (OWN, first)
+            columns[best] = speed_over_best
+            needs[best] = (OWN, first)
         lines += ["", "## Throughput of megastable over each", "", *table(rows, columns, needs, digits=2)]
     if LIMIT in names:
         others = [name for name in names if name != LIMIT]
@@ -107,9 +115,9 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def fixed_costs(rows: Sequence[Row], num_stages: int) -> list[str]:
-    """What a step of each 1F1B candidate costs whatever its number of micro-batches; nothing of a single batch size."""
+    """Fit what a step of each 1F1B candidate costs whatever its number of micro-batches."""
     groups = by_batch(rows)
-    if len(groups) < 2:
+    if len(groups) < 2:  # two unknowns, c and a
         return []
     lines = ["", f"## Fixed cost of a step: c of (m + {num_stages - 1}) a + c, fitted to the medians", ""]
     lines += ["| | c, seconds | a, seconds | c over a |", "|---|---|---|---|"]
@@ -123,13 +131,16 @@ def fixed_costs(rows: Sequence[Row], num_stages: int) -> list[str]:
         ]
         cost = calibrate(steps, num_stages)
         each = cost.passes(1).slowest_stage
-        lines.append(f"| {name} | {cost.fixed_seconds:.3f} | {each:.3f} | {cost.fixed_seconds / each:.2f} |")
+        # On a busy machine a larger batch may take no longer than a smaller one, and then all of a step is fixed.
+        ratio = f"{cost.fixed_seconds / each:.2f}" if each > 0 else "-"
+        lines.append(f"| {name} | {cost.fixed_seconds:.3f} | {each:.3f} | {ratio} |")
     return lines
 
 
 def facts(result: dict[str, Any]) -> list[str]:
-    """Where and on what it was measured, and what could not be."""
-    hardware, settings = result["hardware"], result["settings"]
+    """Say where and on what it was measured, and what could not be."""
+    hardware = result["hardware"]
+    settings = result["settings"]
     rounds = {size: len(of_size) for size, of_size in by_batch(result["rows"]).items()}
     spread = max(loss_spread(row, without=result["refused"]) for row in result["rows"])
     lines = [
@@ -149,10 +160,13 @@ def facts(result: dict[str, Any]) -> list[str]:
         for name, reasons in result["refused"].items()
         for size, reason in reasons.items()
     ]
-    return [*lines, "", "Not run:", "", *refused] if refused else lines
+    if refused:
+        lines += ["", "Not run:", "", *refused]
+    return lines
 
 
 def loss_spread(row: Row, without: Collection[str]) -> float:
-    """Largest difference of the round's losses, over the largest; not of those who missed steps."""
+    """Return the largest difference of the round's losses over the largest of them."""
+    # A candidate that missed a step has taken fewer, so that its loss is another one rightly.
     losses = [loss for name, loss in row["losses"].items() if name not in without]
     return (max(losses) - min(losses)) / max(abs(loss) for loss in losses)

@@ -41,10 +41,12 @@ from stock_deepspeed import StockDeepSpeed
 from trainers import PEERS, Trainer
 
 from megastable.core.errors import UserError
+from megastable.core.host import usable_cpus
 from megastable.core.launch import Launch
 from megastable.engine.process_group import connected
 
-TIMED_BATCHES, CHECKED_BATCHES = "2,4,8,16,32,64", "4,8"
+TIMED_BATCHES = "2,4,8,16,32,64"
+CHECKED_BATCHES = "4,8"
 TIMED_LEARNING_RATE = 1e-4
 CHECKED_LEARNING_RATE = 1e-3  # at 1e-4 a norm that was not summed over the ranks stayed within the tolerance
 GRACE_SECONDS = 120  # past the time limit, for the step under way; then a hanging run is ended
@@ -84,7 +86,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def read_settings(arguments: argparse.Namespace) -> tuple[Settings, list[int], list[str]]:
-    """Model, batch sizes and names of the candidates.
+    """Return the model, the batch sizes and the names of the candidates.
 
     Raises:
         UserError: a value that cannot be run.
@@ -124,17 +126,20 @@ def read_settings(arguments: argparse.Namespace) -> tuple[Settings, list[int], l
 
 
 def output_paths(path: Path) -> tuple[Path, Path, Path]:
-    """Step times, tables and picture."""
+    """Return the files of step times, tables and picture."""
     return path, path.with_suffix(".md"), path.with_suffix(".png")
 
 
 def hardware() -> dict[str, Any]:
-    """What a reader needs to place the numbers."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
+    """Describe the machine, as far as a reader needs it to place the numbers."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = []
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
     facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     return {
         "cpu": facts.get("model name", "an unknown processor"),
-        "cores": os.cpu_count(),
+        "cores": usable_cpus(),
         "bf16": " ".join(flag for flag in ("avx512_bf16", "amx_bf16") if flag in facts.get("flags", "").split()),
         "load": os.getloadavg()[0],
         "torch": torch.__version__,
@@ -143,23 +148,24 @@ def hardware() -> dict[str, Any]:
 
 
 def refusals(trainer: Trainer, settings: Settings, sizes: list[int]) -> dict[int, str]:
-    """Global batch size -> why the candidate cannot train on it."""
+    """Return, by global batch size, why the candidate cannot train on it."""
     reasons = {size: trainer.refusal(size // settings.micro_batch_size) for size in sizes}
     return {size: reason for size, reason in reasons.items() if reason}
 
 
 def stock_bounds(trainers: dict[str, Trainer]) -> dict[str, list[int]]:
-    """Where stock DeepSpeed cuts by itself."""
+    """Return, by candidate, where stock DeepSpeed cuts by itself."""
     return {name: trainer.bounds for name, trainer in trainers.items() if isinstance(trainer, StockDeepSpeed)}
 
 
 def check(trainers: dict[str, Trainer], settings: Settings, sizes: list[int], rounds: int, rank: int) -> int:
-    """The exit code: 1 where a curve is another."""
+    """Compare the loss curves; returns the exit code, 1 where one of them differs."""
     differences = largest_differences(trainers, settings, sizes, rounds)
     if rank == 0:
         print(f"largest relative difference of the loss from one process, {rounds} steps at each of {sizes}, fp32:")
         for name, difference in differences.items():
-            print(f"  {name:16} {difference:.1e}{'' if difference <= TOLERANCE else f'  ABOVE {TOLERANCE:g}'}")
+            verdict = "" if difference <= TOLERANCE else f"  ABOVE {TOLERANCE:g}"
+            print(f"  {name:16} {difference:.1e}{verdict}")
     return int(not all(difference <= TOLERANCE for difference in differences.values()))
 
 
@@ -169,7 +175,7 @@ def time_steps(
 ) -> None:  # fmt: skip
     """Measure, print the tables, and write what was asked for."""
 
-    def tell(row: dict[str, Any]) -> None:
+    def report(row: dict[str, Any]) -> None:
         if rank == 0:
             seconds = ", ".join(f"{name} {value:.3f}" for name, value in row["seconds"].items())
             print(f"round {row['round']}, batch {row['global_batch_size']}: {seconds}", file=sys.stderr, flush=True)
@@ -181,7 +187,7 @@ def time_steps(
         **facts,
     }
     deadline = time.monotonic() + 60 * arguments.time_limit
-    result["rows"] = measure(trainers, settings, sizes, arguments.rounds, deadline, tell)
+    result["rows"] = measure(trainers, settings, sizes, arguments.rounds, deadline, report)
     if not result["rows"]:
         raise UserError(f"--time-limit {arguments.time_limit:g}: the warm-up alone took longer; nothing was measured")
     if rank != 0:

@@ -45,11 +45,11 @@ class StockDeepSpeed:
         )
 
     def refusal(self, num_micro_batches: int) -> str | None:
-        """Every number of micro-batches will do."""
+        """Return None: every number of micro-batches will do."""
         return None
 
     def step(self, batch: GlobalBatch) -> float:
-        """One optimizer step; the loss on every rank."""
+        """Take one optimizer step; returns the loss on every rank."""
         if self._engine.train_batch_size() != len(batch.ids):
             self._engine.set_train_batch_size(len(batch.ids))
         return float(self._engine.train_batch(batch.micro_batches()))

@@ -30,7 +30,8 @@ class TorchPipelining:
     def __init__(
         self, settings: Settings, bounds: Sequence[int], own: list[int], splits_backward: bool = False
     ) -> None:
-        self._settings, self._num_stages = settings, len(bounds) - 1
+        self._settings = settings
+        self._num_stages = len(bounds) - 1
         self._modules = {
             stage: build_layers(settings, bounds[stage], bounds[stage + 1], splits_backward) for stage in own
         }
@@ -40,31 +41,32 @@ class TorchPipelining:
         self._schedules: dict[int, Any] = {}
 
     def refusal(self, num_micro_batches: int) -> str | None:
-        """Why this number of micro-batches cannot be run, if so."""
+        """Say why this number of micro-batches cannot be run; None where it can."""
         raise NotImplementedError
 
     def make_schedule(self, stages: list[PipelineStage], num_micro_batches: int, loss: TorchLoss) -> Any:
-        """torch's schedule over this rank's stages."""
+        """Make torch's schedule over this rank's stages."""
         raise NotImplementedError
 
     def step(self, batch: GlobalBatch) -> float | None:
-        """One optimizer step; the loss on the rank of the last stage."""
+        """Take one optimizer step; returns the loss on the rank of the last stage."""
         count = batch.num_micro_batches
         if count not in self._schedules:
             self._schedules[count] = self._schedule(count)
         losses: list[Tensor] = []
-        first, last = 0 in self._modules, self._num_stages - 1 in self._modules
-        self._schedules[count].step(
-            *((batch.ids,) if first else ()),
-            target=batch.labels if last else None,
-            losses=losses if last else None,
-            return_outputs=False,
-        )
+        has_first = 0 in self._modules
+        has_last = self._num_stages - 1 in self._modules
+        # A schedule takes the ids on the first stage alone, labels and losses on the last.
+        inputs = (batch.ids,) if has_first else ()
+        outputs = {"target": batch.labels, "losses": losses} if has_last else {}
+        self._schedules[count].step(*inputs, **outputs, return_outputs=False)
         self._optimizer.step()
-        return float(torch.stack(losses).detach().sum()) if last else None
+        if not has_last:
+            return None
+        return float(torch.stack(losses).detach().sum())
 
     def _schedule(self, num_micro_batches: int) -> Any:
-        """Stages and schedule of a number of micro-batches: both keep buffers for it."""
+        """Build stages and schedule of a number of micro-batches, for which both keep buffers."""
         counted = torch.tensor(float(num_micro_batches * self._settings.micro_batch_size * self._settings.seq_length))
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -74,8 +76,9 @@ class TorchPipelining:
         return self.make_schedule(stages, num_micro_batches, loss)
 
     def _stage(self, index: int, module: nn.Module) -> PipelineStage:
-        """The shapes are told, so that torch need not run the model to find them."""
-        settings, model = self._settings, self._settings.run().megastable.model
+        """Build a stage, with the shapes that go in and out, so that torch need not run the model to find them."""
+        settings = self._settings
+        model = settings.run().megastable.model
         shape = (settings.micro_batch_size, settings.seq_length)
         ids = torch.empty(shape, dtype=torch.int64, device="meta")
         hidden = torch.empty(*shape, settings.hidden, dtype=settings.dtype, device="meta", requires_grad=True)
@@ -94,13 +97,13 @@ class OneForwardOneBackward(TorchPipelining):
         super().__init__(settings, bounds, [dist.get_rank()])
 
     def refusal(self, num_micro_batches: int) -> str | None:
-        """torch's Schedule1F1B raises below a micro-batch a stage."""
+        """Refuse less than a micro-batch a stage, where torch's Schedule1F1B raises."""
         if num_micro_batches < NUM_STAGES:
             return f"torch's Schedule1F1B refuses fewer micro-batches than stages ({NUM_STAGES})"
         return None
 
     def make_schedule(self, stages: list[PipelineStage], num_micro_batches: int, loss: TorchLoss) -> Any:
-        """Over the one stage."""
+        """Make the 1F1B schedule over the one stage."""
         return Schedule1F1B(stages[0], num_micro_batches, loss, scale_grads=False)
 
 
@@ -108,15 +111,16 @@ class ZeroBubbleV(TorchPipelining):
     """Two stages a rank, laid out as a V: the first rank has the first and the last."""
 
     def __init__(self, settings: Settings) -> None:
-        num_stages, rank = 2 * NUM_STAGES, dist.get_rank()
+        num_stages = 2 * NUM_STAGES
+        rank = dist.get_rank()
         layers = RunPlan.of(settings.run(), NUM_STAGES).cut.layers
         bounds = stage_bounds(layers, num_stages, "balanced")
         super().__init__(settings, bounds, [rank, num_stages - 1 - rank], splits_backward=True)
 
     def refusal(self, num_micro_batches: int) -> str | None:
-        """Every number of micro-batches will do."""
+        """Return None: every number of micro-batches will do."""
         return None
 
     def make_schedule(self, stages: list[PipelineStage], num_micro_batches: int, loss: TorchLoss) -> Any:
-        """Over both stages."""
-        return ScheduleZBVZeroBubble(stages, num_micro_batches, loss, scale_grads=False)
+        """Make the zero-bubble V schedule over both stages."""
+        return ScheduleZBVZeroBubble(list(stages), num_micro_batches, loss, scale_grads=False)

@@ -17,11 +17,11 @@ class Trainer(Protocol):
     """One candidate on one rank; all ranks call it together."""
 
     def refusal(self, num_micro_batches: int) -> str | None:
-        """Why it cannot train on this number of micro-batches; None where it can."""
+        """Say why it cannot train on this number of micro-batches; None where it can."""
         ...
 
     def step(self, batch: GlobalBatch) -> float | None:
-        """One optimizer step. The token mean of the loss, on the rank that has it at least."""
+        """Take one optimizer step; returns the token mean of the loss, on the rank that has it at least."""
         ...
 
 

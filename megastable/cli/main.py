@@ -9,23 +9,20 @@ from typing import Annotated
 
 import typer
 
-from megastable.cli import check as check_output
-from megastable.cli import plan as plan_output
-from megastable.cli.layouts import print_layouts
-from megastable.cli.plan_plot import plot_forecast
-from megastable.cli.plot import plot_run
+from megastable.cli.check import print_findings
+from megastable.cli.pictures import plot_run
+from megastable.cli.plan import PlanRequest, print_forecast, print_layouts
 from megastable.cli.watch import watch_run
 from megastable.config import json_schema
 from megastable.core.errors import UserError
-from megastable.planning.forecast import Basis, forecast
-from megastable.planning.machine import DEFAULT_EFFICIENCY, Machine
-from megastable.planning.micro_batches import load_plan, load_run
+from megastable.planning.data_sheet_cost import DEFAULT_EFFICIENCY
 from megastable.planning.preflight.preflight import preflight
-from megastable.training.host import installed_gpus, look_at_text, probe_this_cpu
+from megastable.training.host import installed_gpus, look_at_text
 
 app = typer.Typer(
     help="Tools around pre-training a GPT. Training itself: deepspeed launch/train.py --deepspeed_config FILE.",
     no_args_is_help=True,
+    # Rich's frames break the lines of a traceback, which the report of a fault needs whole.
     pretty_exceptions_enable=False,
 )
 
@@ -80,45 +77,56 @@ def check(
     Exit code 1 with errors, 0 without, 2 where the file cannot be read.
     """
     findings = preflight(config, world_size, installed_gpus(), look_at_text)
-    if as_json:
-        print(check_output.as_json(findings))
-    else:
-        check_output.show(findings, str(config))
+    print_findings(findings, str(config), as_json)
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(1)
 
 
+# The options of `plan`, each with its help.
+PlannedFile = Annotated[Path, typer.Argument(help="a run file, e.g. ds_configs/bloom_176b.json")]
+Devices = Annotated[
+    int | None,
+    typer.Option(min=1, help="devices of the launch; default: megastable.training.world_size, else one replica"),
+]
+DeviceName = Annotated[
+    str | None,
+    typer.Option(help="A100, H100, H200, or cpu: this one, measured for ten seconds; without it no times"),
+]
+PeakTflops = Annotated[float | None, typer.Option(min=0.000001, help="peak of a device that is not in the table")]
+MemoryGib = Annotated[float | None, typer.Option(min=0.001, help="its memory")]
+Efficiency = Annotated[
+    float | None,
+    typer.Option(
+        min=0.01,
+        max=1,
+        help="share of the peak that a stage reaches while it computes",
+        show_default=str(DEFAULT_EFFICIENCY),
+    ),
+]
+CalibrationFile = Annotated[
+    Path | None, typer.Option(help="predict from this file of a sweep or a probe instead of a device")
+]
+NewCalibrationFile = Annotated[Path | None, typer.Option(help="write what --device cpu measured into this new file")]
+Search = Annotated[bool, typer.Option("--search", help="rank the layouts that so many devices allow; needs --device")]
+RampPicture = Annotated[
+    Path | None, typer.Option(help="draw batch, TFLOPs and time over samples into this .png, .svg or .pdf")
+]
+PlanAsJson = Annotated[bool, typer.Option("--json", help="print one object instead of tables")]
+
+
 @app.command()
 def plan(
-    config: Annotated[Path, typer.Argument(help="a run file, e.g. ds_configs/bloom_176b.json")],
-    devices: Annotated[
-        int | None,
-        typer.Option(min=1, help="devices of the launch; default: megastable.training.world_size, else one replica"),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="A100, H100, H200, or cpu: this one, measured for ten seconds; without it no times"),
-    ] = None,
-    peak_tflops: Annotated[
-        float | None, typer.Option(min=0.000001, help="peak of a device that is not in the table")
-    ] = None,
-    memory_gib: Annotated[float | None, typer.Option(min=0.001, help="its memory")] = None,
-    efficiency: Annotated[
-        float, typer.Option(min=0.01, max=1, help="share of the peak that a stage reaches while it computes")
-    ] = DEFAULT_EFFICIENCY,
-    calibration: Annotated[
-        Path | None, typer.Option(help="predict from this file of a sweep or a probe instead of a device")
-    ] = None,
-    save_calibration: Annotated[
-        Path | None, typer.Option(help="write what --device cpu measured into this new file")
-    ] = None,
-    search: Annotated[
-        bool, typer.Option("--search", help="rank the layouts that so many devices allow; needs --device")
-    ] = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="draw batch, TFLOPs and time over samples into this .png, .svg or .pdf")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one object instead of tables")] = False,
+    config: PlannedFile,
+    devices: Devices = None,
+    device: DeviceName = None,
+    peak_tflops: PeakTflops = None,
+    memory_gib: MemoryGib = None,
+    efficiency: Efficiency = None,
+    calibration: CalibrationFile = None,
+    save_calibration: NewCalibrationFile = None,
+    search: Search = False,
+    plot: RampPicture = None,
+    as_json: PlanAsJson = False,
 ) -> None:
     """Tell what a run will take before it is launched: steps, time, memory. No GPU, and nothing is
     written but the files that --plot and --save-calibration ask for.
@@ -156,26 +164,11 @@ def plan(
 
     Exit code 0, also where it does not fit; 2 where the file is refused.
     """
+    request = PlanRequest(config, devices, device, peak_tflops, memory_gib, efficiency, calibration, save_calibration)
     if search:
-        if calibration or save_calibration:
-            raise UserError("--search: measured times belong to one layout, so it takes neither calibration option")
-        machine = Machine.of(device, peak_tflops, memory_gib, efficiency)
-        print_layouts(*load_run(config, devices), machine, str(config), as_json)
-        return
-    # What is measured now may be the file by which the micro-batch sizes are to be chosen.
-    run_plan, assumed = load_plan(config, devices, choose=save_calibration is None)
-    basis = Basis.of(
-        run_plan, device, peak_tflops, memory_gib, efficiency, calibration, save_calibration, probe=probe_this_cpu
-    )
-    if save_calibration is not None:
-        run_plan, assumed = load_plan(config, devices)
-    result = forecast(run_plan, basis.machine, basis.calibration)
-    if plot is not None:
-        plot_forecast(result, plot)
-    if as_json:
-        print(plan_output.as_json(result.as_dict()))
+        print_layouts(request, as_json)
     else:
-        plan_output.show(result, str(config), assumed)
+        print_forecast(request, plot, as_json)
 
 
 @app.command()
@@ -206,7 +199,7 @@ def watch(
 
 
 def main() -> None:
-    """Entry point of the console script; a user's mistake ends with one message and exit code 2."""
+    """Run the command as the console script does; a user's mistake ends with one message and exit code 2."""
     try:
         app()
     except UserError as error:

@@ -1,4 +1,4 @@
-"""What the files of a run folder tell of a run, kept up to date while they grow. Only ever read."""
+"""A run as the files of its folder describe it, kept up to date while they grow; nothing is ever written."""
 
 from __future__ import annotations
 
@@ -17,43 +17,55 @@ from megastable.config import RunConfig, load_run_file
 from megastable.core.batch_rampup import RunLength
 from megastable.core.errors import UserError
 from megastable.core.layout import ParallelLayout
+from megastable.core.run_paths import RunPaths
 
 Row = dict[str, Any]
 """One line of metrics.jsonl or events.jsonl."""
 
 MOST_BYTES = 16 * 2**20
-"""Read of a file at once; of a longer one, its end."""
+"""Of a longer file, only so many bytes at its end are read."""
 KEPT_STEPS = 4000
 """Far enough back for the last evaluation."""
 KEPT_EVENTS = 50
 PACE_STEPS = 20
-"""Steps from which the step time and the time left are told."""
-RUN_FILES = ("config.json", "metrics.jsonl")
+"""Steps from which the step time and the time left are estimated."""
 
 
 def number(row: Row, key: str) -> float | None:
-    """A finite number, or None: the key is absent, or its value is null, not finite or no number at all."""
+    """Return a finite number, or None: the key is absent, or its value is null, not finite or no number at all."""
     value = row.get(key)
+    # bool is a subclass of int, but `true` is no number in JSON.
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if is_number else None
+    if not is_number:
+        return None
+    return value
+
+
+def layers_of(row: Row) -> dict[str, Row]:
+    """Return the layers of a monitored step, in the order of the model; nothing for another step."""
+    layers = row.get("layers")
+    if not isinstance(layers, dict):
+        return {}
+    return {name: values for name, values in layers.items() if isinstance(values, dict)}
 
 
 class Tail:
-    """The whole lines of a file that grows, each of them read once.
+    """Reads the whole lines of a file that grows, each of them once.
 
-    A resumed run replaces its metrics by a shorter file. It is told by the last line that was read: where that no
+    A resumed run replaces its metrics by a shorter file, which is noticed by the last line that was read: where it no
     longer stands before the place of reading, the file is read from its beginning.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.fault = ""
-        """Why the file could not be read; empty where it could, or where there is none yet."""
+        """Why the file could not be read; empty where it could, or where it does not exist yet."""
         self.changed_unix: float | None = None
-        self._offset, self._last_line = 0, b""
+        self._offset = 0
+        self._last_line = b""
 
     def read(self) -> tuple[list[Row], bool]:
-        """The objects on the new lines, and whether they stand for all that was read before.
+        """Return the objects on the new lines, and whether they replace all that was read before.
 
         Half a line at the end waits for its other half; a line that is no JSON object is left out.
         """
@@ -70,18 +82,22 @@ class Tail:
         return list(_objects(lines)), afresh
 
     def _new_lines(self, file: BinaryIO) -> tuple[list[bytes], bool]:
+        # The size alone would not do: a file that was replaced may have grown past the old place since.
         file.seek(self._offset - len(self._last_line))
+        is_replaced = file.read(len(self._last_line)) != self._last_line
         unread_bytes = os.fstat(file.fileno()).st_size - self._offset
-        afresh = file.read(len(self._last_line)) != self._last_line or unread_bytes > MOST_BYTES
+        afresh = is_replaced or unread_bytes > MOST_BYTES
         if afresh:
             # Where a line is cut by this, what is left of it is no object.
-            self._offset, self._last_line = max(0, file.seek(0, os.SEEK_END) - MOST_BYTES), b""
+            self._offset = max(0, file.seek(0, os.SEEK_END) - MOST_BYTES)
+            self._last_line = b""
             file.seek(self._offset)
         text = file.read()
         whole = text[: text.rfind(b"\n") + 1]
         lines = whole.splitlines(keepends=True)
         self._offset += len(whole)
-        self._last_line = lines[-1] if lines else self._last_line
+        if lines:
+            self._last_line = lines[-1]
         return lines, afresh
 
 
@@ -110,46 +126,55 @@ class RunState:
 
     @property
     def newest(self) -> Row:
-        """The newest step; empty before the first."""
+        """Return the newest step; an empty row before the first."""
         return self.steps[-1] if self.steps else {}
 
     def newest_with(self, *keys: str) -> Row:
-        """The newest step that has one of the keys: not every step is evaluated or looked at layer by layer."""
+        """Return the newest step that has one of the keys: not every step is evaluated or monitored."""
         return next((row for row in reversed(self.steps) if any(key in row for key in keys)), {})
 
     def recent(self, count: int) -> list[Row]:
-        """The newest ``count`` steps, oldest first."""
+        """Return the newest ``count`` steps, oldest first."""
         return list(islice(self.steps, max(0, len(self.steps) - count), None))
 
     @property
     def step_seconds(self) -> float | None:
-        """Median of the recent steps; None where none tells its time."""
+        """Return the median step time of the recent steps; None where none of them has one."""
         seconds = [number(row, "step_seconds") for row in self.recent(PACE_STEPS)]
-        return median(known) if (known := [value for value in seconds if value is not None]) else None
+        known = [value for value in seconds if value is not None]
+        if not known:
+            return None
+        # The median, which a single slow step does not move.
+        return median(known)
 
     @property
     def seconds_left(self) -> float | None:
-        """At the recent pace in samples: under a ramp, steps grow longer. None where the end or the pace is unknown."""
+        """Estimate the time to the end of the run; None where the end or the pace is unknown."""
         consumed = number(self.newest, "consumed_samples")
         paces = [(number(row, "global_batch_size"), number(row, "step_seconds")) for row in self.recent(PACE_STEPS)]
-        known = [(samples, seconds) for samples, seconds in paces if samples and seconds]
+        known = [(samples, seconds) for samples, seconds in paces if samples and seconds]  # zero cannot be divided by
         if self.length is None or consumed is None or not known:
             return None
+        # The pace is one of samples, not of steps: under a ramp, steps grow longer.
         samples_per_second = sum(samples for samples, _ in known) / sum(seconds for _, seconds in known)
         return max(0.0, self.length.total_samples - consumed) / samples_per_second
 
     @property
     def layout(self) -> ParallelLayout | None:
-        """Stages and tensor ranks of the run file, replicas of the newest step's batch."""
-        sizes = [number(self.newest, key) for key in ("global_batch_size", "micro_batch_size", "num_microbatches")]
-        batch, micro, count = sizes
-        if self.run is None or not (batch and micro and count):
+        """Return the stages and tensor ranks of the run file, with the replicas of the newest step's batch."""
+        global_batch_size = number(self.newest, "global_batch_size")
+        micro_batch_size = number(self.newest, "micro_batch_size")
+        num_microbatches = number(self.newest, "num_microbatches")
+        if self.run is None or not (global_batch_size and micro_batch_size and num_microbatches):
             return None
-        sections, replicas = self.run.megastable, max(1, round(batch / (micro * count)))
+        sections = self.run.megastable
+        # The same run file serves any number of replicas, so that only the sizes of a batch give it away.
+        replicas = max(1, round(global_batch_size / (micro_batch_size * num_microbatches)))
         return ParallelLayout(sections.pipeline.num_stages, replicas, sections.tensor_parallel.size)
 
     def add_step(self, row: Row) -> None:
-        """Take a step in; one that was taken before, and those after it, give way to it."""
+        """Append a step, in place of an older one with its number and of all that came after that one."""
+        # A resumed run takes the steps after its checkpoint again.
         step = number(row, "step")
         while step is not None and self.steps and (number(self.newest, "step") or 0) >= step:
             self.steps.pop()
@@ -160,18 +185,22 @@ class RunReader:
     """Keeps a ``RunState`` up to date with the files of a run folder.
 
     Raises:
-        UserError: it is no run folder.
+        UserError: the folder is no run folder.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        if not any(os.path.isfile(run_dir / name) for name in RUN_FILES):
+        paths = RunPaths(run_dir)
+        if not (os.path.isfile(paths.config) or os.path.isfile(paths.metrics)):
             raise UserError(
-                f"{run_dir} is no run folder: it has neither {' nor '.join(RUN_FILES)}. Name the folder that a run "
-                "writes, e.g. runs/quickstart"
+                f"{run_dir} is no run folder: it has neither {paths.config.name} nor {paths.metrics.name}. Name the "
+                "folder that a run writes, e.g. runs/quickstart"
             )
         self.state = RunState(run_dir)
-        self._config, self._config_version, self._config_fault = run_dir / "config.json", (0, 0), ""
-        self._metrics, self._events = Tail(run_dir / "metrics.jsonl"), Tail(run_dir / "events.jsonl")
+        self._config = paths.config
+        self._config_version = (0, 0)
+        self._config_fault = ""
+        self._metrics = Tail(paths.metrics)
+        self._events = Tail(paths.events)
 
     def refresh(self, now_unix: float) -> RunState:
         """Read what is new."""
@@ -190,8 +219,10 @@ class RunReader:
         if rows:
             # The first time, the file knows when it was written; later this clock does, which may differ from the
             # clock of the machine that writes.
-            seen_before = self.state.newest_step_unix is not None
-            self.state.newest_step_unix = now_unix if seen_before else self._metrics.changed_unix
+            if self.state.newest_step_unix is None:
+                self.state.newest_step_unix = self._metrics.changed_unix
+            else:
+                self.state.newest_step_unix = now_unix
         if afresh:
             self.state.steps.clear()
         for row in rows:
@@ -202,18 +233,20 @@ class RunReader:
             status = self._config.stat()
             version = (status.st_mtime_ns, status.st_size)
             if version != self._config_version:
+                # Remembered before it is read, so that a file that is refused is not read again at every refresh.
                 self._config_version = version
                 self.state.run = load_run_file(self._config)
                 self.state.length = _planned_length(self.state.run)
                 self._config_fault = ""
         except OSError as error:
-            self._config_fault = f"config.json cannot be read: {error.strerror}"
+            self._config_fault = f"{self._config.name} cannot be read: {error.strerror}"
         except UserError as error:  # a run of another version of this program
             self._config_fault = str(error).replace(str(self._config), self._config.name)
 
 
 def _planned_length(run: RunConfig) -> RunLength:
-    """How many samples a step takes is the same for every number of replicas; one will do."""
+    """Count the steps and samples of the whole run."""
     training = run.megastable.training
+    # The samples of a step do not depend on the number of replicas, which is unknown here: one will do.
     ramp = run.megastable.batch_rampup.ramp(run.train_micro_batch_size_per_gpu, data_parallel_size=1)
     return RunLength.of(ramp.phases(total_samples=training.total_samples, total_steps=training.total_steps))

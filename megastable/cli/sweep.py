@@ -1,7 +1,4 @@
-"""A sweep over batches as a table.
-
-Pictures of a sweep over batches: speed and step time over the global batch, as PNG and as a page of its own.
-"""
+"""A sweep over global batch sizes as a table, as a picture and as a page that needs no network."""
 
 from __future__ import annotations
 
@@ -12,9 +9,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megastable.cli.cells import ABSENT, percent, significant, whole
-from megastable.cli.plan import make_table, wide_console
-from megastable.cli.plot import empty_figure, make_plain, save_figure
+from megastable.cli.pictures import empty_figure, make_plain, save_figure
+from megastable.cli.tables import ABSENT, make_table, percent, significant, whole, wide_console
 from megastable.core.batch_rampup import Batch
 from megastable.core.errors import UserError
 from megastable.core.flops import tflops_per_device
@@ -28,6 +24,13 @@ COLUMNS = ("batch", "micro-batches", "a step, s", "min", "max", "steps", "tokens
 CAPTION = """TFLOPs: model operations, per device; hardware: with recomputation and padding; limit: m/(m+p-1)"""
 MEASURED_CAPTION = """of limit: measured speed over the limit times the fitted speed without bubble and fixed cost
 predicted: from the steps marked *, which it has seen"""
+COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#8c564b", "#ff7f0e")
+"""Of the micro-batch sizes."""
+SPEED = "model TFLOPs per device"
+SECONDS = "seconds a step"
+
+
+# The table
 
 
 def show_sweep(report: SweepReport, name: str) -> None:
@@ -36,99 +39,95 @@ def show_sweep(report: SweepReport, name: str) -> None:
     table = make_table(name, *COLUMNS)
     for row in report.rows:
         table.add_row(*_cells(row))
-    table.caption = f"{CAPTION}\n{MEASURED_CAPTION}" if _is_measured(report) else CAPTION
+    table.caption = CAPTION
+    if _is_measured(report):
+        table.caption += f"\n{MEASURED_CAPTION}"
     console.print(table)
     for line in conclusions(report):
         console.print(line)
 
 
 def conclusions(report: SweepReport) -> list[str]:
-    """What follows from the rows, a line each."""
-    measured = _is_measured(report)
-    lines = [f"recommended start of a ramp: {_recommendation(report.recommended, report.share, measured)}"]
-    if measured:
-        error = report.median_unseen_error
+    """Say what follows from the rows, a line each."""
+    lines = [f"recommended start of a ramp: {_recommendation(report)}"]
+    if _is_measured(report):
         seen = ", ".join(str(row.global_batch_size) for row in report.rows if row.calibrated_on)
-        told = "unknown, every batch was calibrated on" if error is None else percent(error)
-        lines.append(f"median error of the prediction on batches that it has not seen: {told} (calibrated on {seen})")
+        median_error = "unknown, every batch was calibrated on"
+        if report.median_unseen_error is not None:
+            median_error = percent(report.median_unseen_error)
+        lines.append(
+            f"median error of the prediction on batches that it has not seen: {median_error} (calibrated on {seen})"
+        )
     return lines
 
 
-def _is_measured(report: SweepReport) -> bool:
-    return report.rows[0].step_seconds is not None
-
-
-def _recommendation(start: Batch | None, share: float, measured: bool) -> str:
-    if start is None:
-        return "unknown; name a --device or a --calibration, or measure"
-    return (
-        f"global batch {start.global_batch_size} ({start.num_microbatches} micro-batches of {start.micro_batch_size}), "
-        f"the smallest that reaches {share:.0%} of the top {'measured' if measured else 'predicted'} speed"
-    )
-
-
-def _cells(row: SweepRow) -> list[str]:
-    took = row.step_seconds
-    predicted = "" if row.predicted_step_seconds is None else significant(row.predicted_step_seconds)
-    return [
-        whole(row.global_batch_size),
-        f"{row.num_microbatches} of {row.micro_batch_size}",
-        *(_or_dash(value, significant) for value in ((took.median, took.least, took.most) if took else (None,) * 3)),
-        _or_dash(took.num_steps if took else None, whole),
-        _or_dash(row.tokens_per_second, whole),
-        _or_dash(row.tflops_per_device, significant),
-        _or_dash(row.hardware_tflops_per_device, significant),
-        percent(row.bubble),
-        percent(row.limit),
-        _or_dash(row.share_of_limit, percent),
-        f"{predicted or ABSENT}{' *' if row.calibrated_on else ''}",
-        _or_dash(row.error, "{:+.1%}".format),
-    ]
-
-
-def _or_dash(value: float | None, form: Callable[[float], str]) -> str:
-    return ABSENT if value is None else form(value)
-
-
 def comparison(report: SweepReport, other: Calibration) -> str:
-    """How well a calibration from elsewhere predicts what was measured here."""
+    """Say how well a calibration from elsewhere predicts what was measured here."""
     errors = errors_of(other.cost, report.rows)
-    median = statistics.median(map(abs, errors))
+    median = statistics.median(abs(error) for error in errors)
     return (
         f"median error of {other.source}: {percent(median)} over all {len(errors)} batches "
         f"({min(errors):+.1%} to {max(errors):+.1%})"
     )
 
 
-COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#8c564b", "#ff7f0e")
-"""Of the micro-batch sizes."""
-SPEED, SECONDS = "model TFLOPs per device", "seconds a step"
+def _is_measured(report: SweepReport) -> bool:
+    # A sweep measures all of its batches or, in a dry run, none.
+    return report.rows[0].step_seconds is not None
 
 
-@dataclass(frozen=True)
-class Curve:
-    """One micro-batch size: a point for every global batch. ``least`` and ``most`` are those of the measured steps."""
+def _recommendation(report: SweepReport) -> str:
+    start: Batch | None = report.recommended
+    if start is None:
+        return "unknown; name a --device or a --calibration, or measure"
+    known = "measured" if _is_measured(report) else "predicted"
+    return (
+        f"global batch {start.global_batch_size} ({start.num_microbatches} micro-batches of {start.micro_batch_size}), "
+        f"the smallest that reaches {report.share:.0%} of the top {known} speed"
+    )
 
-    micro_batch_size: int
-    global_batch_sizes: list[int]
-    measured: list[float]
-    least: list[float]
-    most: list[float]
-    predicted: list[float]
-    seen: list[bool]
-    """The prediction was calibrated on the point."""
+
+def _cells(row: SweepRow) -> list[str]:
+    measured = [ABSENT] * 4
+    took = row.step_seconds
+    if took is not None:
+        measured = [significant(took.median), significant(took.least), significant(took.most), whole(took.num_steps)]
+    predicted = _or_absent(row.predicted_step_seconds, significant)
+    if row.calibrated_on:
+        predicted += " *"
+    return [
+        whole(row.global_batch_size),
+        f"{row.num_microbatches} of {row.micro_batch_size}",
+        *measured,
+        _or_absent(row.tokens_per_second, whole),
+        _or_absent(row.tflops_per_device, significant),
+        _or_absent(row.hardware_tflops_per_device, significant),
+        percent(row.bubble),
+        percent(row.limit),
+        _or_absent(row.share_of_limit, percent),
+        predicted,
+        _or_absent(row.error, "{:+.1%}".format),
+    ]
+
+
+def _or_absent(value: float | None, form: Callable[[float], str]) -> str:
+    return ABSENT if value is None else form(value)
+
+
+# The picture and the page
 
 
 def plot_paths(prefix: Path) -> tuple[Path, Path]:
-    """The two files that a prefix stands for."""
+    """Return the two files that a prefix stands for: the picture and the page."""
+    # Not with_suffix: a prefix such as sweep.v1 would lose its end.
     return prefix.with_name(f"{prefix.name}.png"), prefix.with_name(f"{prefix.name}.html")
 
 
 def check_can_plot(prefix: Path) -> None:
-    """Refuse before anything is measured.
+    """Refuse what could not be drawn, before anything is measured.
 
     Raises:
-        UserError: a package is missing, or a file is there already.
+        UserError: a package is missing, or a file exists already.
     """
     for path in plot_paths(prefix):
         check_new(path)
@@ -148,10 +147,35 @@ def plot_sweep(rows: list[SweepRow], work: Work, prefix: Path, title: str) -> No
     _draw_page(panels, page, title)
 
 
-def curves(rows: list[SweepRow], work: Work, quantity: str) -> Iterator[Curve]:
-    """A curve for every micro-batch size, of seconds or of the speed that follows from them."""
+@dataclass(frozen=True)
+class SizeCurve:
+    """One micro-batch size: a point for every global batch. ``least`` and ``most`` are those of the measured steps."""
+
+    micro_batch_size: int
+    global_batch_sizes: list[int]
+    measured: list[float]
+    least: list[float]
+    most: list[float]
+    predicted: list[float]
+    seen: list[bool]
+    """The prediction was calibrated on the point."""
+
+    @property
+    def below(self) -> list[float]:
+        """Return how far the steps reach below their median."""
+        return [middle - least for middle, least in zip(self.measured, self.least, strict=True)]
+
+    @property
+    def above(self) -> list[float]:
+        """Return how far the steps reach above their median."""
+        return [most - middle for middle, most in zip(self.measured, self.most, strict=True)]
+
+
+def curves(rows: list[SweepRow], work: Work, quantity: str) -> Iterator[SizeCurve]:
+    """Yield a curve for every micro-batch size, of seconds or of the speed that follows from them."""
 
     def value(row: SweepRow, seconds: float) -> float:
+        """Return the quantity of a step that takes ``seconds``."""
         if quantity == SECONDS:
             return seconds
         return tflops_per_device(work.model_flops_per_sample, row.global_batch_size, seconds, work.num_devices)
@@ -159,8 +183,9 @@ def curves(rows: list[SweepRow], work: Work, quantity: str) -> Iterator[Curve]:
     measured = [(row, row.step_seconds, row.predicted_step_seconds) for row in rows]
     for size, group in groupby(measured, key=lambda entry: entry[0].micro_batch_size):
         points = [(row, took, predicted) for row, took, predicted in group if took and predicted]
+        # Sorted, because the least seconds are the most speed.
         ends = [sorted((value(row, took.least), value(row, took.most))) for row, took, _ in points]
-        yield Curve(
+        yield SizeCurve(
             micro_batch_size=size,
             global_batch_sizes=[row.global_batch_size for row, _, _ in points],
             measured=[value(row, took.median) for row, took, _ in points],
@@ -171,22 +196,28 @@ def curves(rows: list[SweepRow], work: Work, quantity: str) -> Iterator[Curve]:
         )
 
 
-def _draw_picture(panels: dict[str, list[Curve]], output: Path, title: str) -> None:
+def _colored(drawn: list[SizeCurve]) -> Iterator[tuple[SizeCurve, str]]:
+    """Pair every curve with its color, the same in all panels."""
+    for index, curve in enumerate(drawn):
+        yield curve, COLORS[index % len(COLORS)]
+
+
+def _draw_picture(panels: dict[str, list[SizeCurve]], output: Path, title: str) -> None:
     figure = empty_figure()
     figure.suptitle(title, fontsize=10)
     for axes, (quantity, drawn) in zip(figure.subplots(len(panels), 1, sharex=True), panels.items(), strict=True):
-        for curve, color in zip(drawn, _colors(drawn), strict=True):
-            below, above = _errors(curve)
-            x = curve.global_batch_sizes
-            label = f"micro-batches of {curve.micro_batch_size}"
+        for curve, color in _colored(drawn):
+            sizes = curve.global_batch_sizes
+            name = f"micro-batches of {curve.micro_batch_size}"
             axes.errorbar(
-                x, curve.measured, (below, above), fmt="o", color=color, capsize=3, label=f"{label}, measured"
-            )
-            axes.plot(x, curve.predicted, "--", color=color, linewidth=1, label=f"{label}, predicted")
+                sizes, curve.measured, (curve.below, curve.above),
+                fmt="o", color=color, capsize=3, label=f"{name}, measured",
+            )  # fmt: skip
+            axes.plot(sizes, curve.predicted, "--", color=color, linewidth=1, label=f"{name}, predicted")
             unseen = [index for index, seen in enumerate(curve.seen) if not seen]
             axes.plot(
-                [x[index] for index in unseen], [curve.predicted[index] for index in unseen], "x", color=color,
-                label="not calibrated on",
+                [sizes[index] for index in unseen], [curve.predicted[index] for index in unseen],
+                "x", color=color, label="not calibrated on",
             )  # fmt: skip
         axes.set_ylabel(quantity)
         axes.set_xscale("log", base=2)
@@ -198,45 +229,36 @@ def _draw_picture(panels: dict[str, list[Curve]], output: Path, title: str) -> N
     save_figure(figure, output)
 
 
-def _draw_page(panels: dict[str, list[Curve]], output: Path, title: str) -> None:
-    """A page that needs no network: plotly's own code is written into it."""
-    plotly = _plotly()
-    figure = plotly.subplots.make_subplots(rows=len(panels), cols=1, shared_xaxes=True)
+def _draw_page(panels: dict[str, list[SizeCurve]], output: Path, title: str) -> None:
+    figure = _plotly().subplots.make_subplots(rows=len(panels), cols=1, shared_xaxes=True)
     for row, (quantity, drawn) in enumerate(panels.items(), start=1):
-        for curve, color in zip(drawn, _colors(drawn), strict=True):
-            below, above = _errors(curve)
-            label = f"micro-batches of {curve.micro_batch_size}"
-            common = {"x": curve.global_batch_sizes, "showlegend": row == 1}
-            error = {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
-            figure.add_scatter(
-                **common, y=curve.measured, error_y=error, mode="markers", name=f"{label}, measured",
-                marker={"color": color}, row=row, col=1,
-            )  # fmt: skip
-            symbols = ["circle-open" if seen else "x" for seen in curve.seen]
-            figure.add_scatter(
-                **common, y=curve.predicted, mode="lines+markers", name=f"{label}, predicted (x: not calibrated on)",
-                line={"color": color, "dash": "dash", "width": 1}, marker={"symbol": symbols}, row=row, col=1,
-            )  # fmt: skip
+        for curve, color in _colored(drawn):
+            _add_traces(figure, row, curve, color)
         figure.update_yaxes(title=quantity, rangemode="tozero", row=row, col=1)
     sizes = sorted({size for drawn in panels.values() for curve in drawn for size in curve.global_batch_sizes})
     figure.update_xaxes(type="log", tickvals=sizes)
     figure.update_xaxes(title="global batch (samples)", row=len(panels), col=1)
     figure.update_layout(title=title, template="simple_white")
     try:
+        # plotly's own code is written into the page, so that it opens without a network.
         figure.write_html(output, include_plotlyjs=True)
     except OSError as error:
         raise UserError(f"{output}: {error}") from error
 
 
-def _errors(curve: Curve) -> tuple[list[float], list[float]]:
-    """How far the steps reach below and above their median."""
-    below = [middle - least for middle, least in zip(curve.measured, curve.least, strict=True)]
-    above = [most - middle for middle, most in zip(curve.measured, curve.most, strict=True)]
-    return below, above
-
-
-def _colors(drawn: list[Curve]) -> list[str]:
-    return [COLORS[number % len(COLORS)] for number in range(len(drawn))]
+def _add_traces(figure: Any, row: int, curve: SizeCurve, color: str) -> None:
+    """Add what was measured and what is predicted of one micro-batch size to a row of the page."""
+    name = f"micro-batches of {curve.micro_batch_size}"
+    common = {"x": curve.global_batch_sizes, "showlegend": row == 1, "row": row, "col": 1}
+    error = {"type": "data", "symmetric": False, "array": curve.above, "arrayminus": curve.below}
+    figure.add_scatter(
+        **common, y=curve.measured, error_y=error, mode="markers", name=f"{name}, measured", marker={"color": color}
+    )
+    symbols = ["circle-open" if seen else "x" for seen in curve.seen]
+    figure.add_scatter(
+        **common, y=curve.predicted, mode="lines+markers", name=f"{name}, predicted (x: not calibrated on)",
+        line={"color": color, "dash": "dash", "width": 1}, marker={"symbol": symbols},
+    )  # fmt: skip
 
 
 def _plotly() -> Any:

@@ -25,7 +25,7 @@ from megastable.config.model import ModelConfig
 from megastable.config.parallelism import PipelineConfig, TensorParallelConfig
 from megastable.config.reading.faults import ConfigError, Fault, UnreadableRunFileError
 from megastable.config.reading.run_file import json_schema, load_run_file, run_from_dict
-from megastable.config.run_config import MegastableConfig, RunConfig
+from megastable.config.run_config import MegastableConfig, RunConfig, differences, run_as_dict
 from megastable.config.section import Amount
 from megastable.config.training import CheckpointConfig, InitConfig, LoggingConfig, MonitorsConfig, TrainingConfig
 
@@ -61,7 +61,9 @@ __all__ = [
     "TransformersTokenizerConfig",
     "UnreadableRunFileError",
     "ZeroConfig",
+    "differences",
     "json_schema",
     "load_run_file",
+    "run_as_dict",
     "run_from_dict",
 ]

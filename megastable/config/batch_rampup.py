@@ -1,4 +1,4 @@
-"""The global batch ramp."""
+"""The global batch ramp and its micro-batches, and the rules that make a ramp sound."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from megastable.core.devices import DEVICES
 SamplePosition = Annotated[int, Field(ge=0)]
 BatchSize = Annotated[int, Field(ge=1)]
 SIZE_KEYS = {"start", "increment", "final", "ramp_samples", "samples_per_increment", "steps"}
-"""The keys of the global batch, whose combinations are the ramp's forms; the others are of its micro-batches."""
+"""The keys of the global batch, whose combinations are the ramp's forms; the other keys are about micro-batches."""
+RAMP_FORMS = (
+    'give "final" alone (a constant batch), or "start", "increment", "final" and exactly one of "ramp_samples" '
+    '(the whole ramp) and "samples_per_increment", or "steps" alone'
+)
 HOW_TO_CALIBRATE = (
     "a file that benchmarks/tflops_vs_gbs.py --json or megastable plan --device cpu --save-calibration has written"
 )
@@ -66,6 +70,7 @@ class BatchRampupConfig(Section):
         f"device ({', '.join(DEVICES)}), whose data sheet gives a micro-batch no cost of its own, so that the smallest "
         "is always the fastest.",
     )
+    # A key of the file, so that a resumed run splits its batches as before even if the calibration has changed since.
     chosen_micro_batch_sizes: tuple[tuple[BatchSize, BatchSize], ...] = Field(
         default=(),
         description='What "auto" has chosen, as a list of [from_global_batch_size, micro_batch_size]. Written by the '
@@ -75,16 +80,17 @@ class BatchRampupConfig(Section):
 
     @property
     def chooses_micro_batch_sizes(self) -> bool:
-        """True where micro-batch sizes are to be chosen, or were."""
+        """Tell whether micro-batch sizes are to be chosen, or were."""
         return self.micro_batch_size == "auto"
 
     def schedule(self) -> GlobalBatchSchedule:
-        """The ramp in whichever form it has; the rules have found it sound."""
+        """Return the ramp in whichever form it has; the rules have found it sound."""
         if self.steps is not None:
-            return StepRamp(tuple((from_sample, size) for from_sample, size in self.steps))
+            return StepRamp(self.steps)
+        # The assertions tell the type checker what ramp_has_one_form has made sure of.
         assert self.final is not None
         if self.start is None:
-            return StepRamp(((0, self.final),))
+            return StepRamp(((0, self.final),))  # A constant batch is a ramp of one step.
         assert self.increment is not None
         sizes = {"start": self.start, "increment": self.increment, "final": self.final}
         if self.samples_per_increment is not None:
@@ -93,20 +99,20 @@ class BatchRampupConfig(Section):
         return LinearRamp(**sizes, ramp_samples=self.ramp_samples)
 
     def ramp(self, micro_batch_size: int, data_parallel_size: int) -> BatchRampup:
-        """The ramp on a layout, with its micro-batch sizes; ``micro_batch_size`` where "auto" has not chosen yet."""
-        steps = tuple((size, micro) for size, micro in self.chosen_micro_batch_sizes or self.micro_batch_size_steps)
+        """Return the ramp on a layout, with its micro-batch sizes.
+
+        Args:
+            micro_batch_size: holds below the first listed size, and everywhere where "auto" has not chosen yet.
+        """
+        # A rule refuses both: sizes that are chosen and sizes that are listed exclude each other.
+        steps = self.chosen_micro_batch_sizes or self.micro_batch_size_steps
         return BatchRampup(self.schedule(), micro_batch_size, data_parallel_size, steps)
 
 
-RAMP_FORMS = (
-    'give "final" alone (a constant batch), or "start", "increment", "final" and exactly one of "ramp_samples" '
-    '(the whole ramp) and "samples_per_increment", or "steps" alone'
-)
-
-
 def ramp_has_one_form(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
-    """The three forms are not mixed, and none is half given."""
+    """Require one of the three forms, neither mixed with another nor half given."""
     given = batch_rampup.model_dump(exclude_none=True, include=SIZE_KEYS)
+    # Exactly one length: BLOOM's number of samples, read as the other one, would make its ramp 116 times as long.
     length = given.keys() & {"ramp_samples", "samples_per_increment"}
     linear = given.keys() - length == {"start", "increment", "final"} and len(length) == 1
     if not linear and given.keys() not in ({"final"}, {"steps"}):
@@ -114,8 +120,10 @@ def ramp_has_one_form(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
 
 
 def ramp_reaches_final(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
-    """A whole number of increments, one at least, leads from start to final."""
-    start, increment, final = batch_rampup.start, batch_rampup.increment, batch_rampup.final
+    """Require that a whole number of increments, one at least, leads from start to final."""
+    start = batch_rampup.start
+    increment = batch_rampup.increment
+    final = batch_rampup.final
     if start is None or increment is None or final is None:
         return
     if start >= final:
@@ -126,6 +134,7 @@ def ramp_reaches_final(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
         )
     elif (final - start) % increment:
         lower = start + (final - start) // increment * increment
+        # start itself is no legal neighbour: a ramp that never rises is a constant batch, which has its own form.
         neighbours = f"{lower} or {lower + increment}" if lower > start else f"{lower + increment}"
         yield Fault(
             "megastable.batch_rampup.final",
@@ -135,8 +144,9 @@ def ramp_reaches_final(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
 
 
 def ramp_steps_rise(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
-    """A list of steps begins at sample 0, goes on in order, and the batch never falls."""
+    """Require that a list of steps begins at sample 0 and goes on in order, and that the batch never falls."""
     steps = batch_rampup.steps or ()
+    # An empty list is a list: None, the other value that is false, means that the ramp has another form.
     if batch_rampup.steps == ():
         yield Fault("megastable.batch_rampup.steps", [], "must list at least one [from_sample, global_batch_size]")
     if steps and steps[0][0] != 0:
@@ -150,7 +160,7 @@ def ramp_steps_rise(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
 
 
 def micro_batch_steps_rise(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
-    """The global batch sizes from which a micro-batch size holds are listed in order."""
+    """Require that the global batch sizes from which a micro-batch size holds are listed in order."""
     for key in ("micro_batch_size_steps", "chosen_micro_batch_sizes"):
         for index, (before, step) in enumerate(pairwise(getattr(batch_rampup, key)), start=1):
             if step[0] <= before[0]:
@@ -162,7 +172,8 @@ def micro_batch_steps_rise(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
 
 
 def auto_goes_by_a_calibration(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
-    """Whoever has micro-batch sizes chosen says by what, and nobody else does."""
+    """Require a calibration for "auto", and refuse its keys without it, where they would be ignored."""
+    # Empty values ask for nothing, so only those that hold something are refused.
     given = batch_rampup.model_dump(include={"calibration", "chosen_micro_batch_sizes"})
     if batch_rampup.chooses_micro_batch_sizes:
         if batch_rampup.calibration is None:
@@ -176,7 +187,7 @@ def auto_goes_by_a_calibration(batch_rampup: BatchRampupConfig) -> Iterator[Faul
 
 
 def auto_chooses_every_size(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
-    """Sizes that are given and sizes that are chosen exclude each other."""
+    """Refuse listed micro-batch sizes where "auto" chooses them."""
     if batch_rampup.chooses_micro_batch_sizes and batch_rampup.micro_batch_size_steps:
         yield Fault(
             "megastable.batch_rampup.micro_batch_size_steps",

@@ -1,4 +1,8 @@
-"""What the model reads: the documents, the tokenizer and the split."""
+"""What the model reads: the documents, the tokenizer and the split.
+
+A text source or a tokenizer is a section here, with a "type" of its own, and one line of the registry that opens it
+(``data/sources.py: SOURCES``, ``data/text_tokenizers.py: TOKENIZERS``).
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megastable.config.section import Section
+from megastable.config.section import ChosenByType, Section
 
+# An empty path is the working directory to Python, which nobody means by it.
 NonEmpty = Annotated[str, Field(min_length=1)]
 
 NUM_BYTES = 256
@@ -15,20 +20,26 @@ SMALLEST_BYTE_VOCAB = NUM_BYTES + 1
 """Every byte and the end-of-document token."""
 
 
-class StdlibSourceConfig(Section):
+class SourceSection(Section):
+    """The base of the text sources; every subclass narrows ``type`` to the one name that chooses it."""
+
+    type: str
+
+
+class StdlibSourceConfig(SourceSection):
     """The source code of Python's standard library, which every machine has: for trying things out."""
 
     type: Literal["stdlib"] = Field(description="Python's standard library.")
 
 
-class TextSourceConfig(Section):
+class TextSourceConfig(SourceSection):
     """Plain text files, one document each."""
 
     type: Literal["text"] = Field(description="Plain text files.")
     path: NonEmpty = Field(description="A file, a folder (read recursively) or a glob pattern.")
 
 
-class HfSourceConfig(Section):
+class HfSourceConfig(SourceSection):
     """A Hugging Face dataset, one document a row."""
 
     type: Literal["hf"] = Field(description="A Hugging Face dataset.")
@@ -38,7 +49,17 @@ class HfSourceConfig(Section):
     text_column: NonEmpty = Field(default="text", description="Column that holds the text.")
 
 
-class BpeTokenizerConfig(Section):
+SourceConfig = Annotated[SourceSection, ChosenByType()]
+"""Any of the sources above."""
+
+
+class TokenizerSection(Section):
+    """The base of the tokenizers; every subclass narrows ``type`` to the one name that chooses it."""
+
+    type: str
+
+
+class BpeTokenizerConfig(TokenizerSection):
     """A byte-level BPE that is trained on the training documents."""
 
     type: Literal["bpe"] = Field(description="Byte-level BPE, trained on the training documents.")
@@ -49,23 +70,21 @@ class BpeTokenizerConfig(Section):
     )
 
 
-class BytesTokenizerConfig(Section):
+class BytesTokenizerConfig(TokenizerSection):
     """One token a byte (ids 0 to 255) and the end-of-document token 256."""
 
     type: Literal["bytes"] = Field(description="One token a byte.")
 
 
-class TransformersTokenizerConfig(Section):
+class TransformersTokenizerConfig(TokenizerSection):
     """A tokenizer that transformers.AutoTokenizer loads."""
 
     type: Literal["transformers"] = Field(description="A tokenizer of the transformers package.")
     path: NonEmpty = Field(description="Folder of the tokenizer, or its name on the hub.")
 
 
-SourceConfig = Annotated[StdlibSourceConfig | TextSourceConfig | HfSourceConfig, Field(discriminator="type")]
-TokenizerConfig = Annotated[
-    BpeTokenizerConfig | BytesTokenizerConfig | TransformersTokenizerConfig, Field(discriminator="type")
-]
+TokenizerConfig = Annotated[TokenizerSection, ChosenByType()]
+"""Any of the tokenizers above."""
 
 
 class DataConfig(Section):

@@ -14,6 +14,7 @@ from megastable.config.reading.faults import Fault
 from megastable.config.section import Section
 
 Dtype = Literal["fp32", "bf16", "fp16"]
+"""A number format by the name that DeepSpeed's keys give it."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -23,6 +24,8 @@ class AdamParams(Section):
     lr: float = Field(
         gt=0, description="Highest learning rate, reached at the end of the warmup; see megastable.lr_schedule."
     )
+    # betas, eps and weight_decay are GPT-3's (Brown et al. 2020, appendix B). torch's own second beta, 0.999, averages
+    # over about 1000 steps instead of 20, so that the update follows a change of the gradient late.
     betas: tuple[Beta, Beta] = Field(
         default=(0.9, 0.95), description="Decay rates of the running means of the gradient and of its square."
     )
@@ -30,6 +33,7 @@ class AdamParams(Section):
     weight_decay: float = Field(
         default=0.1, ge=0, description="Decay of the matrices; biases and norms are not decayed."
     )
+    # DeepSpeed's name for what torch has two classes for.
     adam_w_mode: bool = Field(
         default=True,
         description="Only for type Adam: true decouples the weight decay (AdamW), false adds it to the gradient "
@@ -48,8 +52,10 @@ class OptimizerConfig(Section):
 class Fp16Config(Section):
     """float16 training with loss scaling. Neither this nor bf16 enabled means float32."""
 
+    # Every default of this section is DeepSpeed's own.
     enabled: bool = Field(default=False, description="Train in float16 with float32 master weights.")
     loss_scale: float = Field(default=0.0, ge=0, description="A fixed loss scale; 0 means a dynamic one.")
+    # The scale is held in float32, whose largest power of two is 2**127.
     initial_scale_power: int = Field(
         default=16, ge=0, le=127, description="The dynamic loss scale starts at 2 to this power."
     )
@@ -69,6 +75,7 @@ class Bf16Config(Section):
     """bfloat16 training. Neither this nor fp16 enabled means float32."""
 
     enabled: bool = Field(default=False, description="Train in bfloat16 with float32 master weights.")
+    # DeepSpeed's own default is false, which keeps all bf16 gradients until the micro-batch is done.
     immediate_grad_update: bool = Field(
         default=True,
         description="With float32 accumulation, add each gradient as soon as its backward made it "
@@ -89,7 +96,9 @@ class DataTypesConfig(Section):
 class ZeroConfig(Section):
     """ZeRO: the optimizer state is spread over the data-parallel replicas."""
 
+    # refused_keys.py says of every other stage why it does not work.
     stage: int = Field(default=1, ge=1, le=1, description="Only 1 works under the pipeline engine, in every precision.")
+    # DeepSpeed's own default is 500 million elements, 2 GB in fp32 even for a tiny model.
     reduce_bucket_size: int | None = Field(
         default=None,
         ge=1,
@@ -127,6 +136,7 @@ class CometConfig(Section):
     samples_log_interval: int = Field(default=100, ge=1, description="Samples between two logged points.")
     project: str | None = Field(default=None, description="Project; null takes Comet's own configuration.")
     workspace: str | None = Field(default=None, description="Workspace; null takes Comet's own configuration.")
+    # repr=False keeps the key out of logs and tracebacks.
     api_key: str | None = Field(
         default=None, repr=False, description="API key; better left null and given as COMET_API_KEY."
     )
@@ -146,32 +156,25 @@ class CsvMonitorConfig(Section):
     job_name: str = Field(default="DeepSpeedJobName", description="Subfolder of output_path for this run.")
 
 
-ACCUMULATION_DTYPES = {"fp32": ("fp32",), "bf16": ("bf16", "fp32"), "fp16": ("fp16", "fp32")}
+ACCUMULATION_DTYPES: dict[Dtype, tuple[Dtype, ...]] = {
+    "fp32": ("fp32",),
+    "bf16": ("bf16", "fp32"),
+    "fp16": ("fp16", "fp32"),
+}
 """Format of the weights -> formats in which their gradients may be accumulated."""
 
 
-def one_number_format(fp16: Fp16Config, bf16: Bf16Config) -> Iterator[Fault]:
-    """The whole model has one format."""
-    if fp16.enabled and bf16.enabled:
-        yield Fault("bf16.enabled", True, "fp16.enabled is true as well; enable one of them, or neither for float32")
-
-
-def accumulation_fits_the_format(fp16: Fp16Config, bf16: Bf16Config, data_types: DataTypesConfig) -> Iterator[Fault]:
-    """Gradients are accumulated in the format of the weights or in float32."""
-    if fp16.enabled and bf16.enabled:
-        return
-    weights = "fp16" if fp16.enabled else "bf16" if bf16.enabled else "fp32"
-    legal = ACCUMULATION_DTYPES[weights]
-    if data_types.grad_accum_dtype not in (None, *legal):
-        yield Fault(
-            "data_types.grad_accum_dtype",
-            data_types.grad_accum_dtype,
-            f"must be {' or '.join(legal)} in a run with {weights} weights",
-        )
+def weight_format(fp16: Fp16Config, bf16: Bf16Config) -> Dtype:
+    """Return the format of the weights, of which at most one is enabled."""
+    if fp16.enabled:
+        return "fp16"
+    if bf16.enabled:
+        return "bf16"
+    return "fp32"
 
 
 def loss_scale_starts_above_minimum(fp16: Fp16Config) -> Iterator[Fault]:
-    """A dynamic loss scale that starts below its own floor would jump up at the first overflow."""
+    """Refuse a dynamic loss scale that starts below its own floor: it would jump up at the first overflow."""
     if fp16.enabled and fp16.loss_scale == 0 and 2**fp16.initial_scale_power < fp16.min_loss_scale:
         yield Fault(
             "fp16.initial_scale_power",
@@ -181,6 +184,6 @@ def loss_scale_starts_above_minimum(fp16: Fp16Config) -> Iterator[Fault]:
 
 
 def adamw_decouples_weight_decay(optimizer: OptimizerConfig) -> Iterator[Fault]:
-    """DeepSpeed ignores adam_w_mode for AdamW; a false there asks for another optimizer than the name says."""
+    """Refuse adam_w_mode false for AdamW, which DeepSpeed ignores: it asks for another optimizer than the name says."""
     if optimizer.type == "AdamW" and not optimizer.params.adam_w_mode:
         yield Fault("optimizer.params.adam_w_mode", False, 'has no effect on AdamW; for L2 decay write "type": "Adam"')

@@ -1,4 +1,4 @@
-"""The learning-rate schedule."""
+"""The learning-rate schedule of a run file, and the rule that every schedule is given its own keys only."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import fields
 from fractions import Fraction
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from megastable.config.reading.faults import Fault
-from megastable.config.section import Amount, AmountField, Section, must_be_registered
+from megastable.config.section import Amount, AmountField, RegisteredName, Section
 from megastable.core.lr_schedule import BATCH_SCALING_EXPONENTS, LR_SCHEDULES
 
 DEFAULT_STABLE_SHARE = Fraction(4, 5)
-"""Of the way to the decay's end."""
+"""Where the constant part ends by default, as a share of the way to the decay's end."""
 DEFAULT_STEP_INTERVAL = Amount(fraction=0.1)
 DEFAULT_STEP_FACTOR = 0.5
 
@@ -35,9 +35,7 @@ class LrScheduleConfig(Section):
     A key that the type does not read is refused.
     """
 
-    type: str = Field(
-        default="cosine", json_schema_extra={"enum": list(LR_SCHEDULES)}, description="Shape of the decay."
-    )
+    type: Annotated[str, RegisteredName(LR_SCHEDULES)] = Field(default="cosine", description="Shape of the decay.")
     warmup: AmountField = Field(
         default=Amount(fraction=0.05), description="Length of the linear warmup from 0; 0 means no warmup."
     )
@@ -64,31 +62,21 @@ class LrScheduleConfig(Section):
         default=None,
         description=f"step only: what each level is of the one before; null: {DEFAULT_STEP_FACTOR}.",
     )
-    batch_scaling: str = Field(
+    batch_scaling: Annotated[str, RegisteredName(BATCH_SCALING_EXPONENTS)] = Field(
         default="none",
-        json_schema_extra={"enum": list(BATCH_SCALING_EXPONENTS)},
         description="How the peak follows the global batch: optimizer.params.lr belongs to the ramp's final batch, and "
         "a smaller one has it times (batch / final batch) to the power 0 (none), 1/2 (sqrt) or 1 (linear), but not "
         "less than min_lr, which is not scaled.",
     )
 
-    @field_validator("type")
-    @classmethod
-    def _registered(cls, name: str) -> str:
-        return must_be_registered(name, LR_SCHEDULES)
-
-    @field_validator("batch_scaling")
-    @classmethod
-    def _registered_scaling(cls, name: str) -> str:
-        return must_be_registered(name, BATCH_SCALING_EXPONENTS)
-
     def reads(self, key: str) -> bool:
-        """True where the type reads ``key``, one of ``SCHEDULE_FIELDS``."""
+        """Tell whether the type reads ``key``, one of ``SCHEDULE_FIELDS``."""
         return self.type in types_that_read(key)
 
 
 def types_that_read(key: str) -> list[str]:
-    """The schedules that read ``key``, one of ``SCHEDULE_FIELDS``."""
+    """List the schedules that read ``key``, one of ``SCHEDULE_FIELDS``."""
+    # The fields of a schedule's class are the truth, so that a new schedule needs no second list of its keys.
     return [
         name
         for name, schedule in LR_SCHEDULES.items()
@@ -97,7 +85,8 @@ def types_that_read(key: str) -> list[str]:
 
 
 def lr_keys_belong_to_the_type(lr_schedule: LrScheduleConfig) -> Iterator[Fault]:
-    """A key that the type does not read would be ignored; at its default it asks for nothing."""
+    """Refuse a key that the type would ignore, unless it stands at its default and so asks for nothing."""
+    # By value and not by presence: a run's own dump, which has to load again, names every key.
     values = lr_schedule.model_dump()
     defaults = LrScheduleConfig().model_dump()
     for key in SCHEDULE_FIELDS:

@@ -1,13 +1,4 @@
-"""Which parts of a block are recomputed: true, false, or a list of kinds.
-
-How a run is laid out: pipeline stages and tensor ranks.
-
-How the model of a run file is cut into pipeline stages.
-
-Rules of how the layers are cut into stages. A rule's parameters say, by their types, which sections it needs.
-
-Rules of what tensor ranks have to divide. A rule's parameters say, by their types, which sections it needs.
-"""
+"""How a run is laid out: pipeline stages with the parts of a block that they recompute, and tensor ranks."""
 
 from __future__ import annotations
 
@@ -19,24 +10,23 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from megastable.config.model import ModelConfig
 from megastable.config.reading.faults import Fault
 from megastable.config.section import Section
 from megastable.core.flops import BLOCK, HALVES, RECOMPUTED_KINDS
-from megastable.core.partition import (
-    PARTITIONS,
-    TYPE_PREFIX,
-)
+from megastable.core.partition import PARTITIONS, TYPE_PREFIX
 
 EXCLUSIVE = [kind for kind in RECOMPUTED_KINDS if kind not in HALVES]
+"""Kinds of recomputation that stand alone in a list; the halves of a block may stand together."""
 
 
 def _kinds_fit_together(value: object) -> object:
     if isinstance(value, bool):
         return value
-    if isinstance(value, list | tuple) and all(isinstance(kind, str) for kind in value):
+    if isinstance(value, list | tuple) and value and all(isinstance(kind, str) for kind in value):
+        # Whole blocks include both halves, so that a list of a block and a half would say one thing twice.
+        alone = len(value) == 1 and value[0] in EXCLUSIVE
         together = len(value) == len(set(value)) and set(value) <= set(HALVES)
-        if value and (together or list(value) in [[kind] for kind in EXCLUSIVE]):
+        if alone or together:
             return tuple(value)
     lists = " or ".join(json.dumps(kinds) for kinds in [*([kind] for kind in EXCLUSIVE), list(HALVES)])
     raise PydanticCustomError(
@@ -49,15 +39,17 @@ RecomputedKinds = Annotated[
     bool | tuple[str, ...],
     BeforeValidator(_kinds_fit_together, json_schema_input_type=bool | Annotated[list[_Kind], Field(min_length=1)]),
 ]
-"""The type of the key."""
+"""The type of the key that says what is recomputed: true, false, or a list of kinds that fit together."""
 
 
-def _partition(value: object) -> object:
+def _method_or_block_counts(value: object) -> object:
+    # type() and not isinstance(): to Python, JSON's true is a whole number.
     if isinstance(value, list | tuple) and value and all(type(blocks) is int and blocks >= 0 for blocks in value):
         return tuple(value)
     if isinstance(value, str) and value in PARTITIONS:
         return value
     if isinstance(value, str) and value.startswith(TYPE_PREFIX):
+        # DeepSpeed searches the names of classes for it, only after every process has started.
         try:
             re.compile(value.removeprefix(TYPE_PREFIX))
         except re.error as error:
@@ -76,11 +68,13 @@ def _partition(value: object) -> object:
 PartitionMethod = Annotated[
     str | tuple[int, ...],
     BeforeValidator(
-        _partition,
+        _method_or_block_counts,
+        # What a JSON Schema can say of it: neither that a regular expression is one, nor that the counts fit the model.
         json_schema_input_type=Annotated[str, Field(pattern=f"^({'|'.join(PARTITIONS)}|{TYPE_PREFIX}.*)$")]
         | list[Annotated[int, Field(ge=0)]],
     ),
 ]
+"""The type of the key that says how the layers are cut: a method's name, or the number of blocks of every stage."""
 
 
 class PipelineConfig(Section):
@@ -104,10 +98,12 @@ class PipelineConfig(Section):
 
     @property
     def recomputed_kinds(self) -> tuple[str, ...]:
-        """What is recomputed, as a list."""
+        """List what is recomputed; true means whole blocks."""
         chosen = self.activation_checkpointing
-        if isinstance(chosen, bool):
-            return (BLOCK,) if chosen else ()
+        if chosen is True:
+            return (BLOCK,)
+        if chosen is False:
+            return ()
         return chosen
 
 
@@ -126,47 +122,9 @@ class TensorParallelConfig(Section):
     )
 
 
-def tensor_ranks_divide_the_model(model: ModelConfig, tensor_parallel: TensorParallelConfig) -> Iterator[Fault]:
-    """Every split width falls into equal parts, one for each tensor rank."""
-    size = tensor_parallel.size
-    divided = {
-        "num_attention_heads": (model.num_attention_heads, ""),
-        "ffn_hidden_size": (model.ffn_size, ""),
-        "vocab_size": (model.padded_vocab_size, " once padded; choose another vocab_padding_multiple"),
-    }
-    if tensor_parallel.sequence_parallel:
-        divided["seq_length"] = (model.seq_length, " under sequence_parallel")
-    for key, (value, note) in divided.items():
-        if value % size:
-            legal = f"must be a multiple of megastable.tensor_parallel.size ({size}){note}"
-            yield Fault(f"megastable.model.{key}", value, legal)
-
-
-def tensor_ranks_divide_kv_heads(model: ModelConfig, tensor_parallel: TensorParallelConfig) -> Iterator[Fault]:
-    """A rank has whole key-value heads, or several ranks share one; then each projects a part of its features."""
-    size, heads = tensor_parallel.size, model.kv_heads
-    shared = size % heads == 0 and 2 * heads * model.head_dim % size == 0
-    if heads % size and not shared:
-        yield Fault(
-            "megastable.model.num_key_value_heads",
-            heads,
-            f"must be a multiple or a divisor of megastable.tensor_parallel.size ({size})",
-        )
-
-
 def sequence_parallel_needs_tensor_ranks(tensor_parallel: TensorParallelConfig) -> Iterator[Fault]:
-    """With one rank there is nothing to split, and the key would be ignored."""
+    """Refuse sequence parallelism with one rank: there is nothing to split, and the key would be ignored."""
     if tensor_parallel.sequence_parallel and tensor_parallel.size == 1:
         yield Fault(
             "megastable.tensor_parallel.sequence_parallel", True, "needs megastable.tensor_parallel.size above 1"
-        )
-
-
-def compiled_blocks_are_whole(model: ModelConfig, tensor_parallel: TensorParallelConfig) -> Iterator[Fault]:
-    """torch.compile does not see through the collectives of split layers."""
-    if model.compile and tensor_parallel.size > 1:
-        yield Fault(
-            "megastable.model.compile",
-            True,
-            f"must be false with megastable.tensor_parallel.size above 1 ({tensor_parallel.size})",
         )

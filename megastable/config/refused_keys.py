@@ -24,14 +24,14 @@ _DATA = "the data layer decides it; write megastable.data"
 _DEFAULT = "megastable relies on DeepSpeed's default; remove it"
 
 REFUSED_KEYS: Mapping[str, str] = {
-    # batch
+    # the batch, which the ramp changes between steps: DeepSpeed reads its own keys once, at the start
     "train_batch_size": "the ramp decides it for every step; write megastable.batch_rampup.final",
     "gradient_accumulation_steps": f"{_RAMP_OWNS} and train_micro_batch_size_per_gpu",
     "managed_gradient_accumulation": _RAMP_OWNS,
     "dataloader_drop_last": f"{_DATA}; every global batch is full",
-    # learning rate
+    # the learning rate
     "scheduler": "DeepSpeed's schedules count steps, which a ramp stretches; write megastable.lr_schedule",
-    # layout
+    # the layout, which the engine makes from megastable.pipeline and megastable.tensor_parallel
     "pipeline": "write megastable.pipeline (num_stages, activation_checkpointing, partition)",
     "activation_checkpointing": "write megastable.pipeline.activation_checkpointing",
     "tensor_parallel": _TOPOLOGY,
@@ -40,7 +40,7 @@ REFUSED_KEYS: Mapping[str, str] = {
     "seq_parallel_communication_data_type": _TOPOLOGY,
     "use_data_before_expert_parallelism": _TOPOLOGY,
     "elasticity": f"{_REMOVED}; {_TOPOLOGY}",
-    # formats
+    # number formats
     "bfloat16": "an old name; write bf16",
     "amp": f"{_REMOVED}; {_ONE_FORMAT}",
     "torch_autocast": _ONE_FORMAT,
@@ -53,7 +53,7 @@ REFUSED_KEYS: Mapping[str, str] = {
     "data_types.param_dtype": _ONE_FORMAT,
     "data_types.buffer_dtype": _ONE_FORMAT,
     "data_types.keep_in_fp32_modules": _ONE_FORMAT,
-    # gradients
+    # gradients: what changes their scale, their order in memory or the way that they are reduced
     "zero_optimization.round_robin_gradients": "it shuffles the flat weights, which DeepSpeed's own map of them does "
     "not follow, so that norms and checks of copies would look at the wrong ones; remove it",
     "prescale_gradients": _SCALE,
@@ -62,7 +62,7 @@ REFUSED_KEYS: Mapping[str, str] = {
     "sparse_gradients": f"{_REMOVED}; remove it",
     "disable_allgather": _FIXED_ZERO,
     "fp32_allreduce": 'an old name; write "communication_data_type": "fp32"',
-    # optimizer
+    # the optimizer, which megastable builds from torch's Adam and hands to DeepSpeed
     "optimizer.legacy_fusion": "ZeRO stage 1 does not read it; remove it",
     "optimizer.params.max_grad_norm": "write gradient_clipping at the top level",
     "optimizer.params.torch_adam": "torch's Adam is always used; write optimizer.params.fused to choose its kernel",
@@ -73,7 +73,7 @@ REFUSED_KEYS: Mapping[str, str] = {
     "optimizer.params.freeze_step": "it belongs to 1-bit Adam, which the pipeline engine cannot run; remove it",
     "zero_allow_untested_optimizer": "Adam and AdamW are tested; remove it",
     "zero_force_ds_cpu_optimizer": _OFFLOAD,
-    # ZeRO
+    # ZeRO: what stage 1 under the pipeline engine ignores, forces or cannot run
     "zero_optimization.contiguous_gradients": _FIXED_ZERO,
     "zero_optimization.reduce_scatter": _FIXED_ZERO,
     "zero_optimization.use_multi_rank_bucket_allreduce": _FIXED_ZERO,
@@ -118,7 +118,7 @@ REFUSED_KEYS: Mapping[str, str] = {
     "zero_optimization.zeropp_loco_param": f"{_REMOVED}; remove it",
     "allgather_size": "an old name; write zero_optimization.allgather_bucket_size",
     "aio": _OFFLOAD,
-    # logging and profiling
+    # logging and profiling, which DeepSpeed's pipeline engine leaves out or gets wrong under a ramp
     "steps_per_print": f"its throughput is wrong across a change of the batch; {_METRICS}",
     "wall_clock_breakdown": f"it fails without steps_per_print under the pipeline engine; {_METRICS}",
     "memory_breakdown": f"the pipeline engine prints none; {_METRICS}",
@@ -128,11 +128,11 @@ REFUSED_KEYS: Mapping[str, str] = {
     "comms_logger": _METRICS,
     "flops_profiler": "it prints nothing under the pipeline engine; tflops_per_device is in metrics.jsonl",
     "autotuning": "it does not know the ramp; remove it",
-    # data
+    # the data
     "data_efficiency": _DATA,
     "curriculum_learning": f"{_REMOVED}; {_DATA}",
     "vocabulary_size": "write megastable.model.vocab_size",
-    # model
+    # the model: what DeepSpeed would change in it behind the layers' back
     "compression_training": f"{_REMOVED}; remove it",
     "quantize_training": f"{_REMOVED}; remove it",
     "eigenvalue": f"{_REMOVED}; remove it",
@@ -142,7 +142,7 @@ REFUSED_KEYS: Mapping[str, str] = {
     "compile": "DeepCompile does not run under the pipeline engine; remove it",
     "hybrid_engine": "it is for inference within training; remove it",
     "disable_python_gc": _DEFAULT,
-    # checkpoints
+    # checkpoints, which have a format of their own
     "checkpoint": "write megastable.checkpoint",
     "nebula": f"{_REMOVED}; write megastable.checkpoint",
     "datastates_ckpt": "it saves in a call that the pipeline engine never makes; write megastable.checkpoint",

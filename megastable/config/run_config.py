@@ -1,4 +1,4 @@
-"""A whole run file as one frozen object."""
+"""A whole run file as one frozen object, as plain values again, and what differs between two of them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from megastable.config.deepspeed_keys import (
     TensorboardConfig,
     WandbConfig,
     ZeroConfig,
+    weight_format,
 )
 from megastable.config.lr_schedule import LrScheduleConfig
 from megastable.config.model import ModelConfig
@@ -30,10 +31,11 @@ from megastable.config.section import Section
 from megastable.config.training import CheckpointConfig, InitConfig, LoggingConfig, MonitorsConfig, TrainingConfig
 
 CUSTOMARY_CLIP_NORM = 0.5
-"""Of a GPT, which is the only kind of model here."""
+"""The global gradient norm that "auto" clips to: the customary one of a GPT, the only kind of model here."""
 
 
 def _number_or_auto(value: object) -> object:
+    # Before pydantic's own check, which would report a wrong value once as no number and once as not "auto".
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
     if value != "auto" and not is_number:
         raise PydanticCustomError("clip_norm", 'must be a number of at least 0, or "auto"')
@@ -73,6 +75,7 @@ class MegastableConfig(Section):
 class RunConfig(Section):
     """One run: DeepSpeed's own keys, plus the section "megastable"."""
 
+    # Editors look for "$schema", which is not a legal name in Python.
     schema_reference: str | None = Field(
         default=None, alias="$schema", description="Path of this JSON Schema, for editors; not read."
     )
@@ -81,11 +84,13 @@ class RunConfig(Section):
         ge=1,
         description="Samples of one micro-batch; megastable.batch_rampup.micro_batch_size_steps may change it later.",
     )
+    # DeepSpeed's own default is no clipping; 1.0 is GPT-3's (Brown et al. 2020, appendix B).
     gradient_clipping: ClipNorm = Field(
         default=1.0,
         description='Gradients are scaled down to this global norm; 0 means no clipping, "auto" the customary value '
         f"of a GPT, {CUSTOMARY_CLIP_NORM}.",
     )
+    # DeepSpeed's own default is the 16-bit format, which would round fp32 sums on their way between replicas.
     communication_data_type: Dtype | None = Field(
         default=None,
         description="Format in which gradients travel between replicas; null: fp32 where they are accumulated in fp32, "
@@ -109,25 +114,30 @@ class RunConfig(Section):
     megastable: MegastableConfig = Field(description="Everything that DeepSpeed has no key for.")
 
     @property
-    def number_format(self) -> Literal["fp32", "bf16", "fp16"]:
-        """Of the weights: fp32, bf16 or fp16."""
-        return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
+    def number_format(self) -> Dtype:
+        """Return the format of the weights."""
+        return weight_format(self.fp16, self.bf16)
 
     @property
     def clip_norm(self) -> float:
-        """The global norm to which gradients are scaled down; 0 for no clipping."""
+        """Return the global norm to which gradients are scaled down; 0 for no clipping."""
         return CUSTOMARY_CLIP_NORM if self.gradient_clipping == "auto" else self.gradient_clipping
 
 
 def run_as_dict(run: RunConfig) -> dict[str, Any]:
-    """The run file as plain values; loading it again gives an equal run."""
+    """Return the run file as plain values, with defaults filled in; loading it again gives an equal run."""
+    # Without nulls: they mean the same as a missing key, and an older run would seem to differ in every newer key.
     return run.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Paths at which two nested dictionaries differ, with both values; None stands for a missing key."""
+    """Yield the dotted path and both values of every key in which two runs, as ``run_as_dict`` gives them, differ.
+
+    None stands for a key that one of them lacks.
+    """
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
             yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-    elif old != new and (old or new):  # a section without keys is as good as none
+    # A section that was written without keys asks for what one that was left out does.
+    elif old != new and (old or new):
         yield path, old, new

@@ -1,25 +1,27 @@
-"""The first weights, the length of training, and what is watched, saved and printed on the way."""
+"""Sections of a run but for its model, data and batches: first weights, length, monitors, checkpoints, logging."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from megastable.config.reading.faults import Fault
-from megastable.config.section import Section, must_be_registered
+from megastable.config.section import RegisteredName, Section
 from megastable.core.init_std import INIT_SCHEMES
 
 LARGEST_SEED = 2**32 - 1
-"""NumPy's generators take no larger one."""
+"""The largest seed that NumPy's generators take."""
 
 
 class InitConfig(Section):
     """Standard deviation of fresh weights."""
 
-    scheme: str = Field(
+    # The default scheme and the scaling of residual projections keep activations from growing with the width (Smith et
+    # al., arXiv 2201.11990, section 3.2) and with the depth (Radford et al. 2019, GPT-2, section 2.3).
+    scheme: Annotated[str, RegisteredName(INIT_SCHEMES)] = Field(
         default="megatron_530b",
-        json_schema_extra={"enum": list(INIT_SCHEMES)},
         description="megatron_530b: sqrt(1/(3 hidden_size)); transformers_without_tears: sqrt(2/(5 hidden_size)); "
         "xavier: sqrt(2/(fan_in + fan_out)) of each matrix; fixed: std.",
     )
@@ -39,11 +41,6 @@ class InitConfig(Section):
         default=None, gt=0, description="Standard deviation of an untied head; null: the scheme's."
     )
 
-    @field_validator("scheme")
-    @classmethod
-    def _registered(cls, name: str) -> str:
-        return must_be_registered(name, INIT_SCHEMES)
-
 
 class TrainingConfig(Section):
     """How long to train, and how to evaluate."""
@@ -57,11 +54,13 @@ class TrainingConfig(Section):
     )
     eval_interval: int = Field(default=0, ge=0, description="Steps between two evaluations; 0 means never.")
     eval_samples: int = Field(default=256, ge=1, description="Most validation samples of one evaluation.")
+    # For runs that have to be reproduced: another number of processes changes the order of floating-point sums.
     world_size: int | None = Field(
         default=None,
         ge=1,
         description="Processes that this file is meant for; a launch with another number is refused.",
     )
+    # Chowdhery et al. (PaLM), arXiv 2204.02311, section 5.
     z_loss: float = Field(
         default=0.0,
         ge=0,
@@ -73,6 +72,7 @@ class TrainingConfig(Section):
         description="Logits and loss of so many tokens of a micro-batch at a time, computed again in the backward "
         "pass: saves memory where the vocabulary is large, for one more product with the head. null: all at once.",
     )
+    # DeepSpeed refuses fp16 on a CPU without native fp16; torch computes it all the same, only slowly.
     fp16_on_cpu: bool = Field(
         default=False, description="Allow fp16 on a CPU, where its arithmetic is slow: for trying things out."
     )
@@ -81,6 +81,7 @@ class TrainingConfig(Section):
 class MonitorsConfig(Section):
     """What is watched while a run goes on, and how often."""
 
+    # A look reads every weight and update once more, which is why it is not taken at every step.
     interval: int = Field(
         default=10,
         ge=0,
@@ -117,7 +118,7 @@ class LoggingConfig(Section):
 
 
 def std_belongs_to_fixed(init: InitConfig) -> Iterator[Fault]:
-    """The other schemes compute the std from the width, so a given one would be ignored."""
+    """Require a std with the scheme fixed, and refuse one with the others: they compute it and would ignore it."""
     if init.scheme == "fixed" and init.std is None:
         yield Fault("megastable.init.std", None, 'must be a number above 0 with the scheme "fixed"')
     if init.scheme != "fixed" and init.std is not None:
@@ -127,7 +128,7 @@ def std_belongs_to_fixed(init: InitConfig) -> Iterator[Fault]:
 
 
 def one_run_length(training: TrainingConfig) -> Iterator[Fault]:
-    """A run ends after a number of samples or of steps."""
+    """Require that a run ends after a number of samples or of steps, not both."""
     given = training.model_dump(include={"total_samples", "total_steps"}, exclude_none=True)
     if len(given) != 1:
         yield Fault(

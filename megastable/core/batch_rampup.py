@@ -30,25 +30,25 @@ class BatchDivisionError(UserError):
 
 
 class GlobalBatchSchedule(Protocol):
-    """Maps consumed samples to a global batch size, and tells where the next size begins."""
+    """Maps consumed samples to a global batch size, and says where the next size begins."""
 
     @property
     def final(self) -> int:
-        """Global batch size (samples) at the end of the ramp, the largest."""
+        """Return the global batch size (samples) at the end of the ramp, the largest."""
         ...
 
     def at(self, consumed_samples: int) -> int:
-        """Global batch size (samples) of a step that starts at ``consumed_samples``."""
+        """Return the global batch size (samples) of a step that starts at ``consumed_samples``."""
         ...
 
     def next_boundary(self, consumed_samples: int) -> int | None:
-        """First sample position after ``consumed_samples`` with another size; None when the size is final."""
+        """Return the first sample position after ``consumed_samples`` with another size; None at the final size."""
         ...
 
 
 @dataclass(frozen=True)
 class LinearRamp:
-    """``increment`` more samples a step after every ``ramp_samples / num_increments`` consumed samples."""
+    """Adds ``increment`` samples to a step after every ``ramp_samples / num_increments`` consumed samples."""
 
     start: int
     increment: int
@@ -57,64 +57,74 @@ class LinearRamp:
 
     @property
     def num_increments(self) -> int:
-        """Number of increments between ``start`` and ``final``."""
+        """Count the increments between ``start`` and ``final``."""
         return (self.final - self.start) // self.increment
 
     @classmethod
     def per_increment(cls, *, start: int, increment: int, final: int, samples_per_increment: int) -> LinearRamp:
-        """The same ramp, given by the samples between two increments instead of by their total."""
+        """Make the ramp from the samples between two increments instead of their total.
+
+        Confusing the two readings makes a ramp ``num_increments`` times too long or too short, so they are never given
+        by the same name.
+        """
         return cls(start, increment, final, samples_per_increment * ((final - start) // increment))
 
     def at(self, consumed_samples: int) -> int:
-        """Global batch size (samples) of a step that starts at ``consumed_samples``."""
+        """Return the global batch size (samples) of a step that starts at ``consumed_samples``."""
+        # Multiplied before it is divided: ramp_samples / num_increments need not be whole, and a rounded quotient would
+        # move every later boundary.
         increments = consumed_samples * self.num_increments // self.ramp_samples
         return min(self.start + self.increment * increments, self.final)
 
     def next_boundary(self, consumed_samples: int) -> int | None:
-        """First sample position after ``consumed_samples`` with another size; None when the size is final."""
+        """Return the first sample position after ``consumed_samples`` with another size; None at the final size."""
         size = self.at(consumed_samples)
         if size == self.final:
             return None
         next_increment = (size - self.start) // self.increment + 1
+        # Rounded up, to the first whole sample for which `at` gives the next size.
         return -(-next_increment * self.ramp_samples // self.num_increments)
 
 
 @dataclass(frozen=True)
 class StepRamp:
-    """Sizes listed as ``(from_sample, global_batch_size)``, the first from sample 0. One entry is a constant batch."""
+    """Lists sizes as ``(from_sample, global_batch_size)``, the first from sample 0; one entry is a constant batch."""
 
     steps: tuple[tuple[int, int], ...]
 
     @property
     def final(self) -> int:
-        """Global batch size (samples) at the end of the ramp, the largest."""
+        """Return the global batch size (samples) at the end of the ramp, the largest."""
         return self.steps[-1][1]
 
     def at(self, consumed_samples: int) -> int:
-        """Global batch size (samples) of a step that starts at ``consumed_samples``."""
+        """Return the global batch size (samples) of a step that starts at ``consumed_samples``."""
         return self.steps[self._index(consumed_samples)][1]
 
     def next_boundary(self, consumed_samples: int) -> int | None:
-        """First sample position after ``consumed_samples`` with another size; None when the size is final."""
-        index = self._index(consumed_samples) + 1
-        return self.steps[index][0] if index < len(self.steps) else None
+        """Return the first sample position after ``consumed_samples`` with another size; None at the final size."""
+        following = self.steps[self._index(consumed_samples) + 1 :]
+        return following[0][0] if following else None
 
     def _index(self, consumed_samples: int) -> int:
+        # From the right: a step that starts at a boundary already has the size after it.
         return bisect_right(self.steps, consumed_samples, key=lambda step: step[0]) - 1
 
 
 def global_batch_sizes(schedule: GlobalBatchSchedule) -> list[int]:
-    """Every size that the schedule has, in order, whether or not a step will start within its phase."""
-    sizes, position = [schedule.at(0)], schedule.next_boundary(0)
+    """List every size that the schedule has, in order, whether or not a step will start within its phase."""
+    sizes = [schedule.at(0)]
+    position = schedule.next_boundary(0)
     while position is not None:
         sizes.append(schedule.at(position))
         position = schedule.next_boundary(position)
-    return list(dict.fromkeys(sizes))  # a step list may name a size twice in a row
+    # A step list may name a size twice in a row.
+    return list(dict.fromkeys(sizes))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's split of the global batch. ``global = micro * num_microbatches * data_parallel_size``."""
+    """How one step splits the global batch: ``global = micro * num_microbatches * data_parallel_size``."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -145,19 +155,23 @@ class BatchRampup:
     micro_batch_size_steps: tuple[tuple[int, int], ...] = ()
 
     def at(self, consumed_samples: int) -> Batch:
-        """The batch of a step that starts at ``consumed_samples``."""
+        """Return the batch of a step that starts at ``consumed_samples``."""
         global_batch_size = self.schedule.at(consumed_samples)
         micro_batch_size = self.micro_batch_size_for(global_batch_size)
         num_microbatches = global_batch_size // (micro_batch_size * self.data_parallel_size)
         return Batch(global_batch_size, micro_batch_size, num_microbatches)
 
     def micro_batch_size_for(self, global_batch_size: int) -> int:
-        """Samples per micro-batch and replica at ``global_batch_size``."""
+        """Return the samples per micro-batch and replica at ``global_batch_size``."""
         index = bisect_right(self.micro_batch_size_steps, global_batch_size, key=lambda step: step[0])
-        return self.micro_batch_size_steps[index - 1][1] if index else self.micro_batch_size
+        if index == 0:
+            return self.micro_batch_size
+        return self.micro_batch_size_steps[index - 1][1]
 
     def phases(self, *, total_samples: int | None = None, total_steps: int | None = None) -> list[RampPhase]:
         """Expand the ramp until ``total_samples`` are consumed or ``total_steps`` are done (exactly one is given).
+
+        A phase is computed at once, not step by step: BLOOM's ramp has 12,658 steps in 116 phases.
 
         Steps are never cut: the last one may consume past ``total_samples``.
 
@@ -167,14 +181,17 @@ class BatchRampup:
         """
         phases: list[RampPhase] = []
         faults: list[str] = []
-        step, consumed = 0, 0
-        while (consumed < total_samples) if total_samples is not None else (step < (total_steps or 0)):
+        step = 0
+        consumed = 0
+        while _goes_on(step, consumed, total_steps, total_samples):
             batch = self.at(consumed)
             faults += self._division_fault(batch, consumed)
-            steps_left = [] if total_steps is None else [total_steps - step]
-            for end in (self.schedule.next_boundary(consumed), total_samples):
-                if end is not None:
-                    steps_left.append(-(-(end - consumed) // batch.global_batch_size))
+            # The phase ends with the first of: the ramp's next boundary, the run's samples, the run's steps. The step
+            # that crosses a boundary still has the size with which it started.
+            ends = [self.schedule.next_boundary(consumed), total_samples]
+            steps_left = [-(-(end - consumed) // batch.global_batch_size) for end in ends if end is not None]
+            if total_steps is not None:
+                steps_left.append(total_steps - step)
             num_steps = min(steps_left)
             phases.append(RampPhase(step, consumed, num_steps, batch))
             step += num_steps
@@ -184,10 +201,12 @@ class BatchRampup:
         return _merge_equal_neighbours(phases)
 
     def _division_fault(self, batch: Batch, consumed_samples: int) -> list[str]:
-        size, unit = batch.global_batch_size, self._unit(batch.global_batch_size)
+        """Describe why the batch does not divide among replicas and micro-batches; nothing where it does."""
+        size = batch.global_batch_size
+        unit = self._unit(size)
         if size % unit == 0:
             return []
-        # One by one: the micro-batch size may change between the size and its neighbour.
+        # Tried one by one, since the micro-batch size may change between the size and its neighbour.
         lower = next((near for near in range(size, 0, -1) if near % self._unit(near) == 0), None)
         upper = next(near for near in count(size) if near % self._unit(near) == 0)
         neighbours = f"{lower} or {upper}" if lower else f"{upper}"
@@ -198,11 +217,19 @@ class BatchRampup:
         ]
 
     def _unit(self, global_batch_size: int) -> int:
+        """Return what the global batch has to be a multiple of: one micro-batch on every replica."""
         return self.micro_batch_size_for(global_batch_size) * self.data_parallel_size
 
 
+def _goes_on(step: int, consumed_samples: int, total_steps: int | None, total_samples: int | None) -> bool:
+    """Tell whether another step follows, by the one of the two totals that is given."""
+    if total_samples is not None:
+        return consumed_samples < total_samples
+    return step < (total_steps or 0)
+
+
 def _merge_equal_neighbours(phases: Sequence[RampPhase]) -> list[RampPhase]:
-    """A step list may name the same size twice in a row; one phase is enough for it."""
+    """Join phases of the same batch: a step list may name a size twice in a row."""
     merged: list[RampPhase] = []
     for phase in phases:
         if merged and merged[-1].batch == phase.batch:
@@ -223,7 +250,7 @@ class RunLength:
 
     @classmethod
     def of(cls, phases: Sequence[RampPhase]) -> RunLength:
-        """The length of the run that ``phases`` (not empty) expand to."""
+        """Count the steps and samples of the run that ``phases`` (not empty) expand to."""
         last = phases[-1]
         total_samples = last.first_sample + last.num_steps * last.batch.global_batch_size
         return cls(last.first_step + last.num_steps, total_samples, total_samples - last.batch.global_batch_size)

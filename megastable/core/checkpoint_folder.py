@@ -21,23 +21,25 @@ MANIFEST_NAME = "manifest.json"
 PARTIAL_SUFFIX = ".partial"
 DAMAGED_SUFFIX = ".damaged"
 FORMAT_VERSION = 1
+NAMED_FAULTS = 5
+"""A damaged checkpoint may lack a file of every rank; its message names this many."""
 
 
 def folder_name(step: int) -> str:
-    """``step_00000010`` for step 10."""
+    """Return the name of a step's checkpoint: ``step_00000010`` for step 10."""
     return f"step_{step:08d}"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete checkpoint says of itself."""
+    """Describes a complete checkpoint; written into it last."""
 
     state: dict[str, int]
     """``TrainingState.to_dict()``."""
     run: dict[str, Any]
     """The run file that the checkpoint was trained with."""
     corpus_fingerprint: str
-    """Of the tokens and their split; other data would give the consumed samples another meaning."""
+    """Hash of the tokens and their split; other data would give the consumed samples another meaning."""
     world_size: int
     versions: dict[str, str]
     files: dict[str, int]
@@ -53,7 +55,7 @@ class Manifest:
 
 
 def file_sizes(folder: Path) -> dict[str, int]:
-    """Relative name to size of every file below ``folder`` but the manifest."""
+    """Map every file below ``folder`` but the manifest, by its relative name, to its size in bytes."""
     return {
         str(path.relative_to(folder)): path.stat().st_size
         for path in sorted(folder.rglob("*"))
@@ -63,6 +65,7 @@ def file_sizes(folder: Path) -> dict[str, int]:
 
 def flush_to_disk(*paths: Path) -> None:
     """Return once files, or the names in folders, would survive a power cut."""
+    # A renamed or new file is safe only when its folder is flushed, too: the name is an entry of the folder.
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -72,9 +75,10 @@ def flush_to_disk(*paths: Path) -> None:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Give a finished checkpoint its name. What stands there, because it was damaged, is moved aside."""
+    """Give a finished checkpoint its name; a damaged one of that name is moved aside."""
     if final.exists():
         aside = final.with_name(final.name + DAMAGED_SUFFIX)
+        # Only the last damaged one is kept, or a rename would fail on a folder that is not empty.
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(final, aside)
     os.replace(partial, final)
@@ -82,7 +86,7 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a complete checkpoint.
+    """Read the manifest of a complete checkpoint.
 
     Raises:
         UserError: ``folder`` is no checkpoint, or is not complete; the fault is named.
@@ -94,24 +98,28 @@ def read_manifest(folder: Path) -> Manifest:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} cannot be read: {error}") from error
+    # Any JSON may stand in a damaged file, an object as well as a number or a list.
     version = values.pop("format_version", None) if isinstance(values, dict) else None
     if version != FORMAT_VERSION:
         raise UserError(f"{path} has format version {version}; this program reads {FORMAT_VERSION}")
+    # The keys are those of the dataclass: one too many or too few is refused by its constructor.
     try:
         manifest = Manifest(**values)
     except TypeError as error:
         raise UserError(f"{path} does not have the keys of a manifest: {error}") from error
     if not isinstance(manifest.files, dict):
         raise UserError(f"{path} does not list its files")
+    # Sizes, not hashes: a copy or write that was cut short shows in them, and terabytes are not read to find it.
     present = file_sizes(folder)
     wrong = [name for name, size in manifest.files.items() if present.get(name) != size]
     if wrong:
-        raise UserError(f"{folder} is damaged: {', '.join(wrong[:5])} missing or of another size than was written")
+        named = ", ".join(wrong[:NAMED_FAULTS])
+        raise UserError(f"{folder} is damaged: {named} missing or of another size than was written")
     return manifest
 
 
 def newest_complete(checkpoints: Path, warn: Callable[[str], None]) -> Path | None:
-    """The complete checkpoint of the highest step; damaged ones are passed over with a warning."""
+    """Find the complete checkpoint of the highest step; damaged ones are passed over with a warning."""
     for folder in sorted(step_folders(checkpoints), key=_step_of, reverse=True):
         try:
             read_manifest(folder)
@@ -123,9 +131,10 @@ def newest_complete(checkpoints: Path, warn: Callable[[str], None]) -> Path | No
 
 
 def step_folders(checkpoints: Path) -> list[Path]:
-    """All published checkpoint folders, complete or not, in no particular order."""
+    """List all published checkpoint folders, complete or not, in no particular order."""
     if not checkpoints.is_dir():
         return []
+    # Eight digits or more: names ending in .partial or .damaged are not published.
     return [path for path in checkpoints.iterdir() if path.is_dir() and re.fullmatch(r"step_\d{8,}", path.name)]
 
 

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from megastable.core.errors import UserError
 
+GIB = 2**30
 GPU_RESERVED_GIB = 2.0
 """What driver, libraries and communication take of a GPU: a round figure, not measured."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator and its links.
+    """Describes one accelerator and its links.
 
     Attributes:
         peak_tflops: number format -> 10^12 operations a second of dense matrix products. fp32 without TF32, as torch
@@ -37,8 +38,8 @@ class Device:
 
     @property
     def usable_bytes(self) -> float:
-        """Memory that is left for training."""
-        return (self.memory_gib - self.reserved_gib) * 2**30
+        """Return the bytes that are left for training."""
+        return (self.memory_gib - self.reserved_gib) * GIB
 
 
 DEVICES: dict[str, Device] = {
@@ -77,14 +78,14 @@ DEVICES: dict[str, Device] = {
         ),
     )
 }
-"""Name -> device. GPUs keep 2 GiB for the driver and NCCL: BLOOM's log names 1.6 GB of kernels alone on an A100."""
+"""Device by its name. GPUs keep 2 GiB for the driver and NCCL: BLOOM's log names 1.6 GB of kernels alone on an A100."""
 
 
 def find_device(name: str) -> Device:
-    """A device of the table, upper or lower case.
+    """Look up a device of the table, in upper or lower case.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: the table has no device of that name.
     """
     try:
         return DEVICES[name.upper()]

@@ -1,4 +1,4 @@
-"""The error that is the user's to mend."""
+"""The errors that are for the user to read, not for a traceback."""
 
 
 class UserError(Exception):

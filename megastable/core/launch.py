@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Mapping
@@ -10,9 +11,13 @@ from pathlib import Path
 
 from megastable.core.errors import UserError
 
-LAUNCHER_DEFAULT_PORT = 29500  # of `deepspeed`: two runs on one machine would both get it
+LAUNCHER_DEFAULT_PORT = 29500
+"""The default of ``deepspeed``, which two runs on one machine would both get."""
 SLURM_PORTS = range(20000, 30000)
+"""Below the ports that Linux gives to outgoing connections (from 32768)."""
 DEEPSPEED_COMMANDS = ("deepspeed", "deepspeed.launcher.runner", "runner.py")
+PARENTS_SEARCHED = 4
+"""train.py, launcher.launch and deepspeed, and perhaps a shell between them."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Launch:
 
     @property
     def single_node(self) -> bool:
-        """True where all processes share this machine."""
+        """Tell whether all processes share this machine."""
         return self.local_world_size == self.world_size
 
     @classmethod
@@ -43,6 +48,7 @@ class Launch:
         Raises:
             UserError: a variable is missing or no number.
         """
+        # A launcher inside a SLURM job finds SLURM's variables as well, which count the job's tasks, not its processes.
         if "RANK" in environment or "WORLD_SIZE" in environment:
             launch = cls._of_launcher(environment)
         elif _number(environment, "SLURM_NTASKS", 1) > 1:
@@ -53,6 +59,7 @@ class Launch:
         return launch
 
     def _check(self) -> None:
+        """Refuse numbers that no launch can have together."""
         if not self.rank < self.world_size:
             raise UserError(f"The launcher's rank {self.rank} is not below its world size {self.world_size}")
         if not self.local_rank < self.local_world_size <= self.world_size:
@@ -63,8 +70,9 @@ class Launch:
 
     @classmethod
     def _of_launcher(cls, environment: Mapping[str, str]) -> Launch:
+        """Read the variables of ``deepspeed`` or torchrun."""
         world_size = _number(environment, "WORLD_SIZE")
-        # torchrun says LOCAL_WORLD_SIZE, deepspeed LOCAL_SIZE
+        # torchrun sets LOCAL_WORLD_SIZE, deepspeed LOCAL_SIZE.
         local_name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environment else "LOCAL_SIZE"
         port = _number(environment, "MASTER_PORT")
         return cls(
@@ -74,15 +82,17 @@ class Launch:
             local_world_size=_number(environment, local_name) if local_name in environment else world_size,
             master_addr=environment.get("MASTER_ADDR", "127.0.0.1"),
             master_port=port,
-            # torchrun's agent already listens on its port, whatever the number
+            # torchrun's agent already listens on its port, whatever the number.
             port_is_default=port == LAUNCHER_DEFAULT_PORT and "TORCHELASTIC_RUN_ID" not in environment,
         )
 
     @classmethod
     def _of_slurm(cls, environment: Mapping[str, str]) -> Launch:
+        """Read the variables of ``srun``, which starts one task for every process."""
         world_size = _number(environment, "SLURM_NTASKS")
-        # A step may use fewer nodes than its job.
-        nodes_name = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in environment else "SLURM_JOB_NUM_NODES"
+        # A step may use fewer nodes than its job; outside of a step only the job's are known.
+        in_step = "SLURM_STEP_NUM_NODES" in environment
+        nodes_name = "SLURM_STEP_NUM_NODES" if in_step else "SLURM_JOB_NUM_NODES"
         num_nodes = _number(environment, nodes_name, 1)
         if world_size % num_nodes:
             raise UserError(
@@ -104,33 +114,36 @@ class Launch:
 
 
 def first_node(node_list: str) -> str:
-    """The first host name of a SLURM node list: ``gpu[07-09,12],cpu1`` gives ``gpu07``.
+    """Return the first host name of a SLURM node list: ``gpu[07-09,12],cpu1`` gives ``gpu07``.
 
     Raises:
         UserError: the list holds no name.
     """
+    # Everything up to the first comma that stands outside of brackets.
     first = re.match(r"[^,\[\]](?:[^,\[\]]|\[[^\[\]]*\])*", node_list)
     if first is None:
         raise UserError(f"Cannot read a host name from the SLURM node list {node_list!r}; set MASTER_ADDR")
+    # A bracket gives way to the first number in it, with its leading zeros.
     return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first.group())
 
 
 def check_hostfile(process_id: int | None = None) -> None:
     """Refuse a launch whose ``--hostfile`` the launcher could not read.
 
-    ``deepspeed`` only warns and goes on with this machine alone, so a typing error would train on one node in
-    silence. The option is looked up in the command lines of the parent processes (Linux; elsewhere nothing is
-    checked).
+    ``deepspeed`` only warns and goes on with this machine alone, so a typing error would train on one node without a
+    sign. No variable carries the option, so it is looked up in the command lines of the parent processes (Linux;
+    elsewhere nothing is checked).
 
     Raises:
         UserError: the hostfile that was asked for does not exist.
     """
     pid = os.getpid() if process_id is None else process_id
-    for _ in range(4):  # train.py <- launcher.launch <- deepspeed, and perhaps a shell
+    for _ in range(PARENTS_SEARCHED):
         try:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
             pid = int(re.findall(r"^PPid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[0])
         except (OSError, IndexError):
+            # The parent has ended or belongs to another user, or this system has no /proc.
             return
         hostfile = _hostfile_option(words)
         if hostfile and not Path(hostfile).is_file():
@@ -141,20 +154,24 @@ def check_hostfile(process_id: int | None = None) -> None:
 
 
 def _hostfile_option(words: list[str]) -> str | None:
-    """The value of ``--hostfile`` in a ``deepspeed`` command line; options of other programs before it are not its."""
+    """Find the value of ``--hostfile`` in a ``deepspeed`` command line; None where the option is not given."""
     launcher = next((at for at, word in enumerate(words) if Path(word).name in DEEPSPEED_COMMANDS), None)
     if launcher is None:
         return None
-    for at, word in enumerate(words[launcher + 1 :], launcher + 1):
+    # Options before the launcher are those of another program, such as `python` or `env`.
+    options = words[launcher + 1 :]
+    for word, next_word in itertools.pairwise([*options, ""]):
         if word.endswith(".py"):
-            return None  # from here on the words are the training script's
+            # From here on the words are the training script's.
+            return None
         name, equals, value = word.partition("=")
         if name in ("--hostfile", "-H"):
-            return value if equals else words[at + 1] if at + 1 < len(words) else None
+            return value if equals else next_word
     return None
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Read a whole number; a variable that is not set gives ``default``, or a UserError where there is no default."""
     value = environment.get(name)
     if value is None and default is not None:
         return default

@@ -9,9 +9,10 @@ from megastable.core.errors import UserError
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """world = stages x replicas x tensor. rank = (stage * replicas + replica) * tensor size + tensor rank.
+    """Counts the stages, replicas and tensor ranks of a run, whose product is the world size.
 
-    The tensor ranks of a layer, which send the most, are neighbours, so that they share a node.
+    Process ``(stage * replicas + replica) * tensor_size + tensor_rank`` has these three coordinates. The tensor ranks
+    of a layer, which send the most, are neighbours, so that they share a node.
     """
 
     num_stages: int
@@ -20,14 +21,14 @@ class ParallelLayout:
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
+        """Return the number of processes."""
         return self.num_stages * self.data_parallel_size * self.tensor_parallel_size
 
     @classmethod
     def of_world(
         cls, world_size: int, num_stages: int, tensor_parallel_size: int = 1, expected_world_size: int | None = None
     ) -> ParallelLayout:
-        """The layout of ``world_size`` processes.
+        """Lay out ``world_size`` processes: what stages and tensor ranks leave are replicas.
 
         Raises:
             UserError: another world size was asked for, or stages x tensor size does not divide it.
@@ -40,17 +41,20 @@ class ParallelLayout:
             )
         replica = num_stages * tensor_parallel_size
         if world_size % replica:
-            lower, upper = world_size // replica * replica, (world_size // replica + 1) * replica
+            lower = world_size // replica * replica
+            upper = lower + replica
+            # Fewer processes than one replica have no smaller neighbour.
+            legal = f"{lower} or {upper}" if lower else f"{upper}"
             raise UserError(
                 f"The world size {world_size} is not megastable.pipeline.num_stages ({num_stages}) x "
                 f"megastable.tensor_parallel.size ({tensor_parallel_size}) x a whole number of data-parallel replicas. "
-                f"Launch {f'{lower} or ' if lower else ''}{upper} processes, or choose stages and tensor size whose "
+                f"Launch {legal} processes, or choose stages and tensor size whose "
                 f"product divides {world_size}."
             )
         return cls(num_stages, world_size // replica, tensor_parallel_size)
 
     def describe(self, rank: int) -> str:
-        """A rank's name for people: where in the layout it stands."""
+        """Name a rank by its place in the layout, for messages."""
         replica_rank, tensor = divmod(rank, self.tensor_parallel_size)
         stage, replica = divmod(replica_rank, self.data_parallel_size)
         return f"rank {rank} (stage {stage}, replica {replica}, tensor {tensor})"

@@ -13,7 +13,7 @@ from typing import Self
 
 @dataclass(frozen=True)
 class WarmupSchedule:
-    """Linear warmup from 0 to ``max_lr``; what follows is the subclass's. Nothing decays during the warmup.
+    """Warms up linearly from 0 to ``max_lr``; a subclass adds what follows. Nothing decays during the warmup.
 
     ``warmup_samples`` may be 0: then the first step uses ``max_lr``.
     """
@@ -22,32 +22,32 @@ class WarmupSchedule:
     warmup_samples: int
 
     def at(self, samples: int) -> float:
-        """Learning rate of a step that starts after ``samples`` trained samples."""
+        """Return the learning rate of a step that starts after ``samples`` trained samples."""
         if samples < self.warmup_samples:
             return self.max_lr * samples / self.warmup_samples
         return self.after_warmup(samples)
 
     def after_warmup(self, samples: int) -> float:
-        """Learning rate at ``samples >= warmup_samples``."""
+        """Return the learning rate at ``samples >= warmup_samples``."""
         raise NotImplementedError
 
     def scaled(self, factor: float) -> Self:
-        """The same schedule with its peak, and with it the warmup, multiplied by ``factor`` (above 0, at most 1)."""
+        """Return the schedule with its peak, and so its warmup, multiplied by ``factor`` (above 0, at most 1)."""
         return replace(self, max_lr=self.max_lr * factor)
 
 
 @dataclass(frozen=True)
 class Constant(WarmupSchedule):
-    """``max_lr`` for ever after the warmup: the one schedule that has no minimum for the last step to reach."""
+    """Stays at ``max_lr`` after the warmup: the one schedule that has no minimum for the last step to reach."""
 
     def after_warmup(self, samples: int) -> float:
-        """Nothing decays."""
+        """Return ``max_lr``."""
         return self.max_lr
 
 
 @dataclass(frozen=True)
 class DecaySchedule(WarmupSchedule):
-    """After the warmup from ``max_lr`` down to ``min_lr``, which holds from ``end_samples`` on.
+    """Falls after the warmup from ``max_lr`` to ``min_lr``, which holds from ``end_samples`` on.
 
     A decay without length (``end_samples <= warmup_samples``) is over when the warmup is.
     """
@@ -56,85 +56,89 @@ class DecaySchedule(WarmupSchedule):
     end_samples: int
 
     def after_warmup(self, samples: int) -> float:
-        """``min_lr`` from the end on, whatever the shape; before it the shape's value."""
-        return self.min_lr if samples >= self.end_samples else self.before_end(samples)
+        """Return ``min_lr`` from the end on, whatever the shape; before it the shape's value."""
+        if samples >= self.end_samples:
+            return self.min_lr
+        return self.before_end(samples)
 
     def before_end(self, samples: int) -> float:
-        """Learning rate at ``warmup_samples <= samples < end_samples``."""
+        """Return the learning rate at ``warmup_samples <= samples < end_samples``."""
         # From above, because min_lr + (max_lr - min_lr) may round to more than max_lr.
         return self.max_lr - (self.max_lr - self.min_lr) * (1.0 - self.share_left(samples))
 
     def share_left(self, samples: int) -> float:
-        """Share of ``max_lr - min_lr`` that is left, from 1 to 0, at ``warmup_samples <= samples < end_samples``."""
+        """Return the share of ``max_lr - min_lr`` that is left, 1 to 0, where ``before_end`` is defined."""
         raise NotImplementedError
 
     def progress(self, samples: int, start: int) -> float:
-        """How much of the way from ``start`` to ``end_samples`` is done, 0 to 1."""
+        """Return how much of the way from ``start`` to ``end_samples`` is done, 0 to 1."""
         return (samples - start) / (self.end_samples - start)
 
     def scaled(self, factor: float) -> Self:
-        """The peak scaled, but never below ``min_lr``; the minimum stays, so that the last step reaches it."""
+        """Return the schedule with its peak scaled, but not below ``min_lr``, which the last step still reaches."""
         return replace(self, max_lr=max(self.min_lr, self.max_lr * factor))
 
 
 @dataclass(frozen=True)
 class Cosine(DecaySchedule):
-    """Half a cosine (Loshchilov and Hutter, arXiv 1608.03983, equation 5, one cycle)."""
+    """Falls along half a cosine (Loshchilov and Hutter, arXiv 1608.03983, equation 5, one cycle)."""
 
     def share_left(self, samples: int) -> float:
-        """1 to 0 along half a cosine."""
+        """Return 1 to 0 along half a cosine."""
         return half_cosine(self.progress(samples, self.warmup_samples))
 
 
 @dataclass(frozen=True)
 class Linear(DecaySchedule):
-    """A straight line."""
+    """Falls along a straight line."""
 
     def share_left(self, samples: int) -> float:
-        """1 to 0 along a line."""
+        """Return 1 to 0 along a line."""
         return 1.0 - self.progress(samples, self.warmup_samples)
 
 
 @dataclass(frozen=True)
 class InverseSqrt(DecaySchedule):
-    """``sqrt(warmup / samples)`` (Vaswani et al., arXiv 1706.03762, equation 3), stretched to end at ``min_lr``.
+    """Falls as ``sqrt(warmup / samples)`` (Vaswani et al., arXiv 1706.03762, equation 3), made to end at ``min_lr``.
 
-    The paper's curve never arrives anywhere. With ``r(s) = sqrt((warmup + 1) / (s + 1))`` the share left is
+    The paper's curve reaches 0 nowhere. With ``r(s) = sqrt((warmup + 1) / (s + 1))`` the share left is
     ``(r(s) - r(end)) / (1 - r(end))``, 1 at the warmup's end and 0 at the decay's. Where ``min_lr`` is
     ``max_lr * r(end)``, this is the paper's curve itself. Samples are counted from 1, as the paper's steps are, which
     also gives a meaning to a warmup of 0: a very early and steep fall.
     """
 
     def share_left(self, samples: int) -> float:
-        """1 to 0 along an inverse square root."""
+        """Return 1 to 0 along an inverse square root."""
+        # What the paper's curve still has at the end is taken off everywhere, and the rest is stretched back to 1.
         lowest = self._paper_share(self.end_samples)
         return (self._paper_share(samples) - lowest) / (1.0 - lowest)
 
     def _paper_share(self, samples: int) -> float:
+        """Compute ``r(samples)``, the paper's share of the peak."""
         return math.sqrt((self.warmup_samples + 1) / (samples + 1))
 
 
 @dataclass(frozen=True)
 class Step(DecaySchedule):
-    """Multiplied by ``step_factor`` each time ``step_interval_samples`` have passed since the warmup's end.
+    """Falls by ``step_factor`` each time ``step_interval_samples`` have passed since the warmup's end.
 
-    ``max(min_lr, max_lr * step_factor ** k)`` (Ge et al., arXiv 1904.12838, algorithm 1, with a factor of a half).
-    Wherever the factors have led, the learning rate falls to ``min_lr`` at ``end_samples``. An interval of 0 counts as
-    one sample.
+    The learning rate is ``max(min_lr, max_lr * step_factor ** k)`` (Ge et al., arXiv 1904.12838, algorithm 1, with a
+    factor of a half). Wherever the factors have led, it falls to ``min_lr`` at ``end_samples``. An interval of 0 counts
+    as one sample.
     """
 
     step_interval_samples: int
     step_factor: float
 
     def before_end(self, samples: int) -> float:
-        """The factors so far, applied to the learning rate itself and not to what is above ``min_lr``."""
+        """Apply the factors so far to the learning rate itself, not to what is above ``min_lr``."""
         num_intervals = (samples - self.warmup_samples) // max(1, self.step_interval_samples)
         return max(self.min_lr, self.max_lr * self.step_factor**num_intervals)
 
 
 @dataclass(frozen=True)
 class WarmupStableDecay(DecaySchedule):
-    """``max_lr`` up to ``stable_samples`` (counted from the start of the run), then half a cosine.
+    """Holds ``max_lr`` up to ``stable_samples`` (counted from the start of the run), then falls along half a cosine.
 
     Hu et al., MiniCPM, arXiv 2404.06395, section 4; Hägele et al., arXiv 2405.18392, who compare shapes of the decay.
     Where the warmup ends later than ``stable_samples``, the decay begins at the warmup's end.
@@ -143,13 +147,15 @@ class WarmupStableDecay(DecaySchedule):
     stable_samples: int
 
     def share_left(self, samples: int) -> float:
-        """1 while stable, then 1 to 0 along half a cosine."""
+        """Return 1 while stable, then 1 to 0 along half a cosine."""
         decay_start = max(self.warmup_samples, self.stable_samples)
-        return half_cosine(self.progress(samples, decay_start)) if samples > decay_start else 1.0
+        if samples <= decay_start:
+            return 1.0
+        return half_cosine(self.progress(samples, decay_start))
 
 
 def half_cosine(progress: float) -> float:
-    """1 to 0 as ``progress`` goes from 0 to 1."""
+    """Return 1 to 0 as ``progress`` goes from 0 to 1, flat at both ends."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 

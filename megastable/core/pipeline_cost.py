@@ -1,19 +1,19 @@
-"""A step of a pipeline played through, event by event: for unequal stages, and for schedules beside 1F1B.
+"""How long a step takes on a pipeline: the stages' passes under 1F1B, the sends between them, and what every step pays.
 
-Each stage runs its passes one after the other in the order of its schedule, and each as soon as its input is there. A
-forward pass needs the same micro-batch's forward pass of the stage before, a backward pass the backward pass of the
-stage after. Transfers are part of a pass's seconds: DeepSpeed sends and receives synchronously.
-
-How long a step takes on a pipeline: the stages' passes, the sends between them, and what every step pays once.
+A step is played through, event by event. Each stage runs its passes one after the other in the order of 1F1B, and each
+pass as soon as its input is there: a forward pass needs the same micro-batch's forward pass of the stage before, a
+backward pass the backward pass of the stage after. Transfers are part of a pass's seconds, because DeepSpeed sends and
+receives synchronously. Equal stages need no playing: their time has a closed form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-FORWARD, BACKWARD = 0, 1
+FORWARD = 0
+BACKWARD = 1
 Pass = tuple[int, int]
 """(FORWARD or BACKWARD, micro-batch)."""
 STEADY_TOLERANCE = 1e-9
@@ -21,25 +21,20 @@ STEADY_TOLERANCE = 1e-9
 
 
 def one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int) -> list[Pass]:
-    """1F1B (PipeDream-Flush; Narayanan et al., arXiv 2104.04473, figure 4), DeepSpeed's own: few are in flight."""
+    """List a stage's passes in the order of 1F1B, which DeepSpeed runs.
+
+    PipeDream-Flush: Narayanan et al., arXiv 2104.04473, figure 4. At most ``num_stages - stage`` micro-batches are in
+    flight on a stage, so its activations do not grow with the number of micro-batches.
+    """
     in_flight = min(num_stages - stage, num_microbatches)
+    # The warmup fills the pipeline below this stage, the last stage included.
     passes = [(FORWARD, micro_batch) for micro_batch in range(in_flight)]
+    # From here on a backward pass frees the place of the next forward pass, until no micro-batch is left to start.
     for micro_batch in range(num_microbatches):
         passes.append((BACKWARD, micro_batch))
         if micro_batch + in_flight < num_microbatches:
             passes.append((FORWARD, micro_batch + in_flight))
     return passes
-
-
-def all_forward_all_backward(stage: int, num_stages: int, num_microbatches: int) -> list[Pass]:
-    """GPipe (Huang et al., arXiv 1811.06965): every micro-batch is in flight before the first backward pass."""
-    return [(kind, micro_batch) for kind in (FORWARD, BACKWARD) for micro_batch in range(num_microbatches)]
-
-
-SCHEDULES: dict[str, Callable[[int, int, int], list[Pass]]] = {
-    "1f1b": one_forward_one_backward,
-    "gpipe": all_forward_all_backward,
-}
 
 
 @dataclass(frozen=True)
@@ -51,82 +46,89 @@ class PassSeconds:
 
     @property
     def slowest_stage(self) -> float:
-        """Seconds of a forward and a backward pass on the stage where they take longest."""
+        """Return the seconds of a forward and a backward pass on the stage where they take longest."""
         return max(map(sum, zip(self.forward, self.backward, strict=True)))
 
     @property
     def busy(self) -> float:
-        """Seconds of a forward and a backward pass over all stages together."""
+        """Return the seconds of a forward and a backward pass, summed over all stages."""
         return sum(self.forward) + sum(self.backward)
 
 
-def pipeline_seconds(passes: PassSeconds, num_microbatches: int, schedule: str = "1f1b") -> float:
-    """Seconds from the first pass to the last.
-
-    Once the pipeline runs steadily a further micro-batch adds what the slowest stage needs for it, so a long step is
-    played only until that is so. The nearer the other stages are to the slowest, the longer it takes.
-    """
-    played = len(passes.forward) + 1
-    while played < num_microbatches:
-        seconds = _play(passes, played, schedule)
-        added = seconds - _play(passes, played - 1, schedule)
-        if abs(added - passes.slowest_stage) <= STEADY_TOLERANCE * passes.slowest_stage:
-            return seconds + (num_microbatches - played) * passes.slowest_stage
-        played *= 2
-    return _play(passes, num_microbatches, schedule)
-
-
+# The search of a layout asks for the same stages again and again, and `pipeline_seconds` for neighbouring counts.
 @lru_cache(maxsize=4096)
-def _play(passes: PassSeconds, num_microbatches: int, schedule: str) -> float:
-    return simulate(passes, num_microbatches, schedule)
-
-
-def simulate(passes: PassSeconds, num_microbatches: int, schedule: str = "1f1b") -> float:
-    """Seconds from the first pass to the last, every pass played."""
+def simulate(passes: PassSeconds, num_microbatches: int) -> float:
+    """Return the seconds from the first pass to the last, with every pass played."""
     num_stages = len(passes.forward)
-    todo = [SCHEDULES[schedule](stage, num_stages, num_microbatches) for stage in range(num_stages)]
-    done = [0] * num_stages
+    seconds_of = (passes.forward, passes.backward)
+    orders = [one_forward_one_backward(stage, num_stages, num_microbatches) for stage in range(num_stages)]
+    num_played = [0] * num_stages
     clock = [0.0] * num_stages
-    ended: tuple[list[list[float]], list[list[float]]] = ([[] for _ in todo], [[] for _ in todo])
-    left = sum(map(len, todo))
-    while left:
+    # ended[kind][stage][micro_batch]. A stage takes the passes of a kind in the order of the micro-batches, so the
+    # list's length tells which of them have ended.
+    ended: tuple[list[list[float]], list[list[float]]] = ([[] for _ in orders], [[] for _ in orders])
+    passes_left = sum(map(len, orders))
+    while passes_left:
+        # Play each stage until it has to wait for a neighbour. The order of the stages does not change any clock: a
+        # pass starts when its stage is free and its input is there, whenever it is played.
         for stage in range(num_stages):
-            while done[stage] < len(todo[stage]):
-                kind, micro_batch = todo[stage][done[stage]]
+            while num_played[stage] < len(orders[stage]):
+                kind, micro_batch = orders[stage][num_played[stage]]
                 source = stage - 1 if kind == FORWARD else stage + 1
-                ready = _ready(ended[kind], source, micro_batch)
+                ready = _seconds_when_ready(ended[kind], source, micro_batch)
                 if ready is None:
                     break
-                seconds = (passes.forward, passes.backward)[kind][stage]
-                clock[stage] = max(clock[stage], ready) + seconds
+                clock[stage] = max(clock[stage], ready) + seconds_of[kind][stage]
                 ended[kind][stage].append(clock[stage])
-                done[stage] += 1
-                left -= 1
+                num_played[stage] += 1
+                passes_left -= 1
     return max(clock)
 
 
-def _ready(ended: Sequence[Sequence[float]], source: int, micro_batch: int) -> float | None:
-    """When ``source`` has passed the micro-batch on; None where that is not known yet. The ends wait for nobody."""
+def _seconds_when_ready(ended: Sequence[Sequence[float]], source: int, micro_batch: int) -> float | None:
+    """Return when the stage ``source`` ended its pass of the micro-batch; None where that pass was not played yet."""
+    # Before the first stage are the data and after the last one is the loss, which wait for no other stage.
     if not 0 <= source < len(ended):
         return 0.0
-    return ended[source][micro_batch] if micro_batch < len(ended[source]) else None
+    if micro_batch >= len(ended[source]):
+        return None
+    return ended[source][micro_batch]
 
 
-def bubble(num_stages: int, num_microbatches: int) -> float:
-    """Idle share of a pipeline's time, (p - 1) / (m + p - 1): Narayanan et al., arXiv 2104.04473, section 2.2.
+def pipeline_seconds(passes: PassSeconds, num_microbatches: int) -> float:
+    """Return the seconds from the first pass to the last.
 
-    Theirs is relative to the busy time, (p - 1) / m. Of equal stages, without transfers and fixed costs.
+    Once the pipeline runs steadily, a further micro-batch adds what the slowest stage needs for it, so a long step is
+    played only until that is so. The nearer the other stages are to the slowest, the later it becomes steady.
     """
-    return (num_stages - 1) / (num_microbatches + num_stages - 1)
+    # With no more micro-batches than stages, the pipeline does not even fill.
+    played = len(passes.forward) + 1
+    while played < num_microbatches:
+        seconds = simulate(passes, played)
+        added = seconds - simulate(passes, played - 1)
+        if abs(added - passes.slowest_stage) <= STEADY_TOLERANCE * passes.slowest_stage:
+            return seconds + (num_microbatches - played) * passes.slowest_stage
+        # Doubled, so that however late it becomes steady, at most about twice the passes needed for that are played.
+        played *= 2
+    return simulate(passes, num_microbatches)
 
 
 def equal_stages_seconds(num_stages: int, num_microbatches: int, pass_seconds: float) -> float:
-    """(m + p - 1)(forward + backward): 1F1B and GPipe on ``num_stages`` equal stages.
+    """Compute (m + p - 1)(forward + backward), the time of 1F1B on ``num_stages`` equal stages.
 
     Args:
         pass_seconds: of one micro-batch's forward and backward pass on one stage.
     """
     return (num_microbatches + num_stages - 1) * pass_seconds
+
+
+def bubble(num_stages: int, num_microbatches: int) -> float:
+    """Compute the idle share of a pipeline's time, (p - 1) / (m + p - 1).
+
+    Narayanan et al., arXiv 2104.04473, section 2.2, whose figure is relative to the busy time: (p - 1) / m. It holds
+    for equal stages, without transfers and fixed costs.
+    """
+    return (num_stages - 1) / (num_microbatches + num_stages - 1)
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class MicroBatchTime:
     seconds_per_sample: float = 0.0
 
     def at(self, micro_batch_size: int) -> float:
-        """Seconds of a micro-batch of so many samples."""
+        """Return the seconds of a micro-batch of ``micro_batch_size`` samples."""
         return self.seconds + micro_batch_size * self.seconds_per_sample
 
 
@@ -166,25 +168,29 @@ class PipelineCost:
     fixed_seconds: float = 0.0
 
     def passes(self, micro_batch_size: int) -> PassSeconds:
-        """Seconds of the passes of every stage, transfers included."""
+        """Return the seconds of the passes of every stage, transfers included."""
+        # A single stage sends nothing.
         sending = self.transfer.at(micro_batch_size) if len(self.stages) > 1 else 0.0
         return PassSeconds(
             forward=tuple(stage.forward.at(micro_batch_size) + sending for stage in self.stages),
             backward=tuple(stage.backward.at(micro_batch_size) + sending for stage in self.stages),
         )
 
-    def pipeline_seconds(self, micro_batch_size: int, num_microbatches: int, schedule: str = "1f1b") -> float:
-        """Seconds from the first pass to the last: the closed form where all stages are equal, else simulated."""
+    def pipeline_seconds(self, micro_batch_size: int, num_microbatches: int) -> float:
+        """Return the seconds from the first pass to the last, in closed form where all stages are equal."""
         passes = self.passes(micro_batch_size)
         if len(set(self.stages)) == 1:
             return equal_stages_seconds(len(self.stages), num_microbatches, passes.slowest_stage)
-        return pipeline_seconds(passes, num_microbatches, schedule)
+        return pipeline_seconds(passes, num_microbatches)
 
-    def step_seconds(self, micro_batch_size: int, num_microbatches: int, schedule: str = "1f1b") -> float:
-        """Seconds of a whole step."""
-        return self.pipeline_seconds(micro_batch_size, num_microbatches, schedule) + self.fixed_seconds
+    def step_seconds(self, micro_batch_size: int, num_microbatches: int) -> float:
+        """Return the seconds of a whole step."""
+        return self.pipeline_seconds(micro_batch_size, num_microbatches) + self.fixed_seconds
 
-    def idle_share(self, micro_batch_size: int, num_microbatches: int, schedule: str = "1f1b") -> float:
-        """Share of the pipeline's time in which a stage waits, on average: ``bubble``, and what unequal stages add."""
+    def idle_share(self, micro_batch_size: int, num_microbatches: int) -> float:
+        """Compute the share of the pipeline's time in which a stage waits, on average over the stages.
+
+        It is ``bubble`` and what unequal stages add to it.
+        """
         busy = num_microbatches * self.passes(micro_batch_size).busy / len(self.stages)
-        return 1 - busy / self.pipeline_seconds(micro_batch_size, num_microbatches, schedule)
+        return 1 - busy / self.pipeline_seconds(micro_batch_size, num_microbatches)

@@ -1,4 +1,4 @@
-"""The frozen records that the loop passes around."""
+"""The frozen records that the loop passes to the monitors, the metrics and the checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megastable.core.batch_rampup import Batch
 
 @dataclass(frozen=True)
 class Watched:
-    """What a look at every layer and rank showed during one step; the same on every rank."""
+    """What was measured on every layer and rank during one watched step; the same on every rank."""
 
     layers: dict[str, dict[str, float]]
     """Layer name to its values: norms of the unclipped gradient, the weights before the update and the update,
@@ -23,16 +23,16 @@ class Watched:
     slowest_rank_share: float
     """Share of the step that this rank, the busiest, spent in its forward and backward passes."""
     stage_busy_seconds: dict[str, float]
-    """``stage_0`` … to the seconds that its ranks spent there, on average."""
+    """Stage name (``stage_0`` …) to the seconds that its ranks spent in their passes, on average."""
     host_memory_gib: float
-    """Of the process that holds most."""
+    """Memory of the process that holds most."""
     device_memory_gib: float | None
     """Highest use so far of the device that was used most; None on a CPU."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened at a step; one line of ``events.jsonl``."""
+    """What a monitor reports of a step; one line of ``events.jsonl``."""
 
     step: int
     consumed_samples: int
@@ -43,7 +43,7 @@ class Event:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step gave; every value but the seconds is the same on every rank."""
+    """The outcome of one optimizer step; every value but the seconds is the same on every rank."""
 
     loss: float
     """Token mean over the global batch."""
@@ -60,7 +60,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Where a run stands. With weights, optimizer and RNGs, this is all that a checkpoint needs."""
+    """Counts how far a run has come. With weights, optimizer and RNGs, this is all that a checkpoint needs."""
 
     step: int = 0
     consumed_samples: int = 0
@@ -71,20 +71,22 @@ class TrainingState:
     skipped_steps: int = 0
 
     def advance(self, batch: Batch, result: StepResult, seq_length: int) -> TrainingState:
-        """The state after a step on ``batch``."""
+        """Return the state after a step on ``batch``."""
+        # A skipped step uses up its samples, or it would meet the same ones again, but it trains on none.
+        applied_now = 0 if result.skipped else batch.global_batch_size
         return TrainingState(
             step=self.step + 1,
             consumed_samples=self.consumed_samples + batch.global_batch_size,
-            applied_samples=self.applied_samples + (0 if result.skipped else batch.global_batch_size),
+            applied_samples=self.applied_samples + applied_now,
             consumed_tokens=self.consumed_tokens + batch.global_batch_size * seq_length,
             skipped_steps=self.skipped_steps + result.skipped,
         )
 
     def to_dict(self) -> dict[str, int]:
-        """Plain values for a checkpoint."""
+        """Return plain values for a checkpoint."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainingState:
-        """The inverse of ``to_dict``."""
+        """Restore the state from the values of ``to_dict``."""
         return cls(**values)

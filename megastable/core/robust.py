@@ -8,14 +8,14 @@ import statistics
 from collections import deque
 
 NORMAL_CONSISTENCY = 1.4826
-"""Median absolute deviation to standard deviation, of normally distributed values."""
+"""Ratio of the standard deviation to the median absolute deviation, of normally distributed values."""
 
 
 class RollingDeviation:
-    """Robust standard deviation of the step-to-step changes of a series, over a window.
+    """Estimates the standard deviation of a series around its own trend, over a window.
 
-    1.4826 times the median absolute difference of neighbours, over sqrt(2) for the two values in a difference. A slow
-    trend does not count as volatility, and one spike does not move it.
+    The estimate is 1.4826 times the median absolute difference of neighbours, over sqrt(2) for the two values in a
+    difference. A slow trend does not count as volatility, and one spike does not move it.
     """
 
     def __init__(self, window: int, values: list[float] | None = None) -> None:
@@ -23,18 +23,20 @@ class RollingDeviation:
 
     def add(self, value: float) -> None:
         """Take in the next value; one that is not finite is left out."""
+        # An overflowing step has an infinite norm. Every difference with it would be infinite or NaN.
         if math.isfinite(value):
             self._values.append(value)
 
     @property
     def values(self) -> list[float]:
-        """The window, oldest first."""
+        """Return the window, oldest first."""
         return list(self._values)
 
     @property
     def deviation(self) -> float | None:
-        """None before there are three values."""
+        """Compute the deviation; None before there are three values."""
         values = self.values
+        # Fewer give at most one difference, which is no estimate of how they spread.
         if len(values) < 3:
             return None
         changes = [abs(after - before) for before, after in itertools.pairwise(values)]

@@ -1,4 +1,4 @@
-"""Folders that several processes want and one builds."""
+"""Folders that several processes need and one of them builds."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def build_once(target: Path, build: Callable[[Path], None], *, show_progress: bo
         return
     lock = _take_lock(target, show_progress=show_progress)
     try:
+        # Asked again: the process that held the lock before may have built it.
         if not target.is_dir():
             _build_beside(target, build)
     finally:
@@ -34,9 +35,11 @@ def build_once(target: Path, build: Callable[[Path], None], *, show_progress: bo
 
 
 def _take_lock(target: Path, *, show_progress: bool) -> BaseFileLock:
+    """Wait until no other process builds ``target``, and hold its lock."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(f"{target}.lock")
+        # Tried first without waiting, to tell the user what a long wait is for.
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -50,12 +53,15 @@ def _take_lock(target: Path, *, show_progress: bool) -> BaseFileLock:
 
 
 def _build_beside(target: Path, build: Callable[[Path], None]) -> None:
+    """Build into a folder beside ``target`` and rename it; the caller holds the lock."""
     unfinished = target.with_name(f"{target.name}.building")
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a builder that was killed: we hold the lock, so it is dead
+    # What is there was left by a builder that was killed. It no longer runs, since its lock is free.
+    shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     try:
         build(unfinished)
     except BaseException:
+        # An interrupt, too, leaves nothing half built.
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     os.rename(unfinished, target)

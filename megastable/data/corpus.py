@@ -22,9 +22,10 @@ from megastable.data.text_tokenizers import check_fits_model, make_tokenizer, to
 from megastable.data.token_store import FORMAT_VERSION, TOKENIZER_FOLDER, open_token_store, write_token_store
 
 DEFAULT_CACHE_DIR = "~/.cache/megastable"
-
-# The merges of a BPE settle long before this much text, and training on it takes about 15 s on one core.
 BPE_TRAINING_CHARACTERS = 32_000_000
+"""The merges of a BPE settle long before this much text, and training on it takes about 15 s on one core."""
+CACHE_KEY_DIGITS = 32
+"""Hexadecimal digits of a hash: 128 bits, so that no two corpora ever share a folder."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,10 @@ class Corpus:
     validation: TokenDataset
     """May have length 0."""
     vocab_size: int
-    """The tokenizer's."""
+    """Size of the tokenizer's vocabulary."""
     eod_id: int
     unigram_entropy_nats: float
-    """Of the training tokens: what a model that has learned their frequencies alone would lose per token."""
+    """Entropy of the training tokens: the loss per token of a model that has learned their frequencies alone."""
     fingerprint: str
     """Hash of all tokens and of their split: equal for equal data, on any machine."""
     tokenizer_path: Path
@@ -46,12 +47,12 @@ class Corpus:
 
     @property
     def num_train_tokens(self) -> int:
-        """Tokens of the training documents, with one end-of-document token each."""
+        """Count the tokens of the training documents, with one end-of-document token each."""
         return len(self.train.tokens)
 
     @property
     def num_validation_tokens(self) -> int:
-        """Tokens of the validation documents, with one end-of-document token each."""
+        """Count the tokens of the validation documents, with one end-of-document token each."""
         return len(self.validation.tokens)
 
 
@@ -72,6 +73,7 @@ def prepare_corpus(data: DataConfig, model: ModelConfig, *, show_progress: bool)
 
     build_once(folder, build, show_progress=show_progress)
     meta, train, validation = open_token_store(folder)
+    # A corpus from the cache may have been tokenised for a larger model.
     check_fits_model(meta.vocab_size, meta.eod_id, model)
     if meta.num_train_tokens <= model.seq_length:
         raise UserError(
@@ -90,7 +92,10 @@ def prepare_corpus(data: DataConfig, model: ModelConfig, *, show_progress: bool)
 
 
 def _cache_key(data: DataConfig, model: ModelConfig, source: DocumentSource) -> str:
-    """A name for everything that decides the tokens; the length of samples does not, they are cut when read."""
+    """Hash everything that decides the tokens; the length of samples does not, they are cut when read.
+
+    The key of a corpus may not change between versions: users have corpora under it that took hours to tokenise.
+    """
     parts = {
         "format_version": FORMAT_VERSION,
         "source": data.source.model_dump(mode="json"),
@@ -98,11 +103,13 @@ def _cache_key(data: DataConfig, model: ModelConfig, source: DocumentSource) -> 
         "tokenizer": tokenizer_identity(data.tokenizer, model),
         "validation_fraction": data.validation_fraction,
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:CACHE_KEY_DIGITS]
 
 
 def _build(folder: Path, data: DataConfig, model: ModelConfig, source: DocumentSource, show_progress: bool) -> None:
-    is_validation = validation_documents(len(source), data.validation_fraction)
+    """Make the tokenizer and tokenise every document into ``folder``."""
+    is_validation = validation_documents(len(source), data.validation_fraction)  # (documents,)
+    # The tokenizer learns from the training documents alone, or the validation loss would know its own text.
     note(f"Preparing the {data.tokenizer.type} tokenizer ...", show=show_progress)
     training_texts = _tokenizer_training_texts(source, np.flatnonzero(~is_validation))
     tokenizer = make_tokenizer(data.tokenizer, model, training_texts)
@@ -111,8 +118,9 @@ def _build(folder: Path, data: DataConfig, model: ModelConfig, source: DocumentS
 
 
 def _tokenizer_training_texts(source: DocumentSource, documents: npt.NDArray[np.int64]) -> Iterator[str]:
-    """Texts of ``documents``, in an order that mixes all parts of the source, until there is enough to learn from."""
+    """Read ``documents`` in an order that mixes all parts of the source, until there is enough to learn from."""
     characters = 0
+    # By their hash: the first documents of a sorted folder may all be in one language.
     for index in documents[np.argsort(hash64(documents))]:
         if characters >= BPE_TRAINING_CHARACTERS:
             return

@@ -15,7 +15,7 @@ TokenArray = np.ndarray[tuple[int], np.dtype[np.unsignedinteger[Any]]]
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """Samples packed back to back: sample i reads ``tokens[i*S : i*S+S+1]`` and predicts all of them but the first.
+    """Packs samples back to back: sample i reads ``tokens[i*S : i*S+S+1]`` and predicts all of them but the first.
 
     So every token but the very first is predicted exactly once an epoch. The last sample is padded with ``eod_id``
     where the tokens end, and its padded labels are ``IGNORED_LABEL``.
@@ -26,14 +26,15 @@ class TokenDataset:
     eod_id: int
 
     def __len__(self) -> int:
-        """Number of samples; 0 where there are fewer than two tokens."""
+        """Count the samples; 0 where there are fewer than two tokens."""
+        # Rounded up: the last sample may be shorter, and is padded.
         return -(-max(0, len(self.tokens) - 1) // self.seq_length)
 
     def __getitem__(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Input ids and labels of one sample, each of shape [seq_length]."""
+        """Read the input ids and labels of one sample, each of shape [seq_length]."""
         valid = self.valid_tokens(index)
         start = index * self.seq_length
-        window = self.tokens[start : start + valid + 1].astype(np.int64)
+        window = self.tokens[start : start + valid + 1].astype(np.int64)  # (valid + 1,)
         input_ids, labels = self.padding_sample()
         # With the padded inputs after it, the last token may stay as an input: causal attention hides it from
         # every label that counts, and its own label is ignored.
@@ -43,7 +44,7 @@ class TokenDataset:
         return input_ids, labels
 
     def valid_tokens(self, index: int) -> int:
-        """Labels of sample ``index`` that count, without reading its tokens.
+        """Count the labels of sample ``index`` that are not ignored, without reading its tokens.
 
         Raises:
             IndexError: the index is not in ``[0, len(self))``.
@@ -53,5 +54,5 @@ class TokenDataset:
         return min(self.seq_length, len(self.tokens) - 1 - index * self.seq_length)
 
     def padding_sample(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """A sample of ``eod_id`` whose labels are all ignored; fills up a micro-batch without changing the loss."""
+        """Make a sample of ``eod_id`` with ignored labels, which fills up a micro-batch without changing the loss."""
         return np.full(self.seq_length, self.eod_id), np.full(self.seq_length, IGNORED_LABEL)

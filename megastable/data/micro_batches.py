@@ -11,10 +11,12 @@ from megastable.core.batch_rampup import Batch
 from megastable.data.dataset import TokenDataset
 from megastable.data.sample_order import SampleOrder
 
-if TYPE_CHECKING:  # torch takes seconds to import, and preparing a corpus does not need it
+# Torch takes seconds to import, and preparing a corpus does not need it.
+if TYPE_CHECKING:
     from torch import Tensor
 
-EVALUATION_SEED = 0  # not the run's: evaluations of two runs see the same samples
+EVALUATION_SEED = 0
+"""Not the run's, so that evaluations of two runs see the same samples."""
 
 MicroBatch: TypeAlias = "tuple[Tensor, tuple[Tensor, Tensor]]"
 """``(input_ids int64 [mbs, S], (labels int64 [mbs, S], loss_denominator float32 []))``."""
@@ -28,7 +30,7 @@ def training_micro_batches(
     replica: int,
     num_replicas: int,
 ) -> Iterator[MicroBatch]:
-    """One replica's share of one step: exactly ``batch.num_microbatches`` items.
+    """Iterate over one replica's share of one step: exactly ``batch.num_microbatches`` items.
 
     The loss denominator is (valid tokens of the whole global batch) / (num_microbatches * num_replicas), so the plain
     mean over micro-batches and replicas of (summed token losses / denominator) is the global batch's token mean.
@@ -39,7 +41,8 @@ def training_micro_batches(
     rows_per_round = batch.micro_batch_size * num_replicas
     if rows_per_round * batch.num_microbatches != batch.global_batch_size:
         raise ValueError(f"{batch} does not multiply out over {num_replicas} replicas")
-    positions = consumed_samples + np.arange(batch.global_batch_size)
+    # All replicas compute the whole step's samples, which are few, and read only their own.
+    positions = consumed_samples + np.arange(batch.global_batch_size)  # (global batch,)
     samples = order(positions).tolist()
     return _share(dataset, samples, batch.micro_batch_size, replica, num_replicas)
 
@@ -47,15 +50,17 @@ def training_micro_batches(
 def evaluation_micro_batches(
     dataset: TokenDataset, micro_batch_size: int, max_samples: int, replica: int, num_replicas: int
 ) -> Iterator[MicroBatch]:
-    """One replica's share of ``min(len(dataset), max_samples)`` samples: always the same, spread over the text.
+    """Iterate over one replica's share of ``min(len(dataset), max_samples)`` samples, the same ones at every call.
 
-    Every replica gets ``num_evaluation_micro_batches``, all full: samples without a counting label fill them up. The
-    denominator follows the rule of ``training_micro_batches``. An empty dataset gives nothing.
+    They are spread over the text. Every replica gets ``num_evaluation_micro_batches``, all full: samples without a
+    counting label fill them up. The denominator follows the rule of ``training_micro_batches``. An empty dataset gives
+    nothing.
     """
     num_samples = min(len(dataset), max_samples)
     if num_samples == 0:
         return iter(())
     chosen = SampleOrder(len(dataset), EVALUATION_SEED)(np.arange(num_samples)).tolist()
+    # Up to a whole micro-batch on every replica: under a pipeline all of them have to run equally many.
     num_padded = -num_samples % (micro_batch_size * num_replicas)
     return _share(dataset, [*chosen, *[None] * num_padded], micro_batch_size, replica, num_replicas)
 
@@ -63,7 +68,7 @@ def evaluation_micro_batches(
 def num_evaluation_micro_batches(
     dataset: TokenDataset, micro_batch_size: int, max_samples: int, num_replicas: int
 ) -> int:
-    """How many micro-batches each replica has in an evaluation."""
+    """Count the micro-batches that each replica has in an evaluation."""
     return -(-min(len(dataset), max_samples) // (micro_batch_size * num_replicas))
 
 
@@ -74,10 +79,12 @@ def _share(
     import torch
 
     num_dealt = len(samples) // micro_batch_size
+    # Of the whole batch, also of rows that other replicas read: the denominator is the same on all of them.
     valid_tokens = sum(dataset.valid_tokens(sample) for sample in samples if sample is not None)
     for dealt in range(replica, num_dealt, num_replicas):
         own = samples[dealt * micro_batch_size : (dealt + 1) * micro_batch_size]
         rows = [dataset.padding_sample() if sample is None else dataset[sample] for sample in own]
-        input_ids, labels = (torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True))
-        # A tensor of its own for each item: whoever moves or changes one must not change the others.
+        input_ids = torch.from_numpy(np.stack([ids for ids, _ in rows]))  # (micro-batch, seq)
+        labels = torch.from_numpy(np.stack([row_labels for _, row_labels in rows]))  # (micro-batch, seq)
+        # A new tensor for each item: a caller that changes one in place must not change the others.
         yield input_ids, (labels, torch.tensor(valid_tokens / num_dealt, dtype=torch.float32))

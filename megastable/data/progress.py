@@ -10,13 +10,14 @@ Item = TypeVar("Item")
 
 
 def note(line: str, *, show: bool) -> None:
-    """Say ``line`` on stderr, at once, so that it stands in a log before the work it announces."""
+    """Print ``line`` on stderr, at once, so that it stands in a log before the work that it announces."""
     if show:
         print(line, file=sys.stderr, flush=True)
 
 
 def track(items: Iterable[Item], description: str, total: int, *, show: bool) -> Iterable[Item]:
-    """The same items; shows how many of ``total`` were taken."""
+    """Yield the same items, and show how many of ``total`` were taken."""
+    # A bar redraws its line, which fills the log file of a job with every state it ever had.
     if not show or not sys.stderr.isatty():
         note(f"{description} ...", show=show)
         return items

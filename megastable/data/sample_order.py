@@ -1,8 +1,7 @@
-"""A 64-bit integer hash: randomness that is a pure function of its input, the same on every machine.
+"""Which sample comes when, and which documents are kept for validation: pure functions of integers.
 
-The order of the training samples, as a pure function of (seed, epoch, index): there is no sampler to save.
-
-Which documents are kept for validation.
+Both rest on one integer hash, which is the same on every machine and in every version. So the data layer has no
+generator whose state could be lost: a resumed run computes where it is from the seed and the samples consumed.
 """
 
 from __future__ import annotations
@@ -20,6 +19,10 @@ UInt64Array = np.ndarray[Any, np.dtype[np.uint64]]
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 _FIRST_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND_MULTIPLIER = np.uint64(0x94D049BB133111EB)
+_MAX_UINT64 = 2**64 - 1
+
+_NUM_ROUNDS = 8
+"""Of the Feistel network. With fewer, the orders of small data sets are not equally frequent."""
 
 
 def hash64(values: npt.ArrayLike) -> UInt64Array:
@@ -31,13 +34,9 @@ def hash64(values: npt.ArrayLike) -> UInt64Array:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-_NUM_ROUNDS = 8
-_MAX_UINT64 = 2**64 - 1
-
-
 @dataclass(frozen=True)
 class SampleOrder:
-    """Each epoch visits every sample of ``[0, num_samples)`` once, in an order of its own.
+    """Visits every sample of ``[0, num_samples)`` once an epoch, in another order each epoch.
 
     The order is a keyed Feistel network over the smallest even number of bits that holds ``num_samples``; results
     past the end are fed through it again until they fall inside (cycle walking), which keeps it a bijection. So any
@@ -52,10 +51,12 @@ class SampleOrder:
             raise ValueError(f"an order needs at least one sample, got {self.num_samples}")
 
     def __call__(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Dataset indices (shape [n]) at ``positions`` (shape [n], >= 0) counted from the start of the run."""
-        epochs, offsets = np.divmod(np.asarray(positions, dtype=np.int64), self.num_samples)
-        round_keys = self._round_keys(epochs)
-        indices = self._permute(offsets.astype(np.uint64), round_keys)
+        """Return dataset indices (shape [n]) at ``positions`` (shape [n], >= 0) counted from the start of the run."""
+        epochs, offsets = np.divmod(np.asarray(positions, dtype=np.int64), self.num_samples)  # (n,) each
+        round_keys = self._round_keys(epochs)  # (rounds, n)
+        indices = self._permute(offsets.astype(np.uint64), round_keys)  # (n,)
+        # The network permutes up to four times as many numbers as there are samples. Walking on along the cycle of a
+        # number inside must come back inside, and two numbers never arrive at the same place.
         outside = indices >= self.num_samples
         while outside.any():
             indices[outside] = self._permute(indices[outside], round_keys[:, outside])
@@ -63,24 +64,28 @@ class SampleOrder:
         return indices.astype(np.int64)
 
     def _round_keys(self, epochs: npt.NDArray[np.int64]) -> UInt64Array:
-        """Keys of shape [rounds, n]: one per Feistel round and epoch."""
+        """Derive keys of shape [rounds, n]: one per Feistel round and epoch."""
+        # Seeds of any size: their low 64 bits count.
         seed_key = hash64(np.uint64(self.seed & _MAX_UINT64))
-        epoch_keys = hash64(seed_key ^ epochs.astype(np.uint64))
-        rounds = np.arange(_NUM_ROUNDS, dtype=np.uint64)[:, None]
+        epoch_keys = hash64(seed_key ^ epochs.astype(np.uint64))  # (n,)
+        rounds = np.arange(_NUM_ROUNDS, dtype=np.uint64)[:, None]  # (rounds, 1)
         return hash64(epoch_keys[None, :] + rounds)
 
     def _permute(self, values: UInt64Array, round_keys: UInt64Array) -> UInt64Array:
-        """One pass through the network: a bijection of ``[0, 4^half_bits)`` for each column of keys."""
+        """Pass ``values`` (shape [n]) once through the network: a bijection of ``[0, 4^half_bits)`` for each column."""
         half_bits = max(1, -(-(self.num_samples - 1).bit_length() // 2))
-        shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
-        left, right = values >> shift, values & mask
+        shift = np.uint64(half_bits)
+        mask = np.uint64((1 << half_bits) - 1)
+        left = values >> shift
+        right = values & mask
         for key in round_keys:
+            # Whatever the hash gives, this can be undone from its result, so it is a bijection.
             left, right = right, left ^ (hash64(right ^ key) & mask)
         return (left << shift) | right
 
 
 def validation_documents(num_documents: int, validation_fraction: float) -> npt.NDArray[np.bool_]:
-    """A mask of shape [num_documents] that is True for validation.
+    """Return a mask of shape [num_documents] that is True for validation.
 
     The documents whose indices hash lowest are taken, so the split is the same on every run and machine. A fraction
     above 0 takes at least one document and leaves at least one, where there are two or more.

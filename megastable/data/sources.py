@@ -1,4 +1,8 @@
-"""Where documents come from. A source is one class and one line of ``SOURCES``."""
+"""Where documents come from.
+
+To add a source: its section in ``config/data.py``, a function or class here that opens it as a ``DocumentSource``, and
+a line in ``SOURCES``. Nothing else asks of which class a source is.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,23 +27,33 @@ class DocumentSource(Protocol):
 
     @property
     def name(self) -> str:
-        """What a message calls this source: its path."""
+        """Return what a message calls this source: its path."""
         ...
 
     def __len__(self) -> int:
-        """Number of documents."""
+        """Count the documents."""
         ...
 
     def __getitem__(self, index: int) -> str:
-        """Text of one document.
+        """Read one document.
 
         Raises:
             UserError: it cannot be read as text; the document is named.
         """
         ...
 
+    def num_bytes(self) -> int | None:
+        """Return the size of all documents as UTF-8; None where it is not known without reading them.
+
+        ``megastable check`` estimates from it whether the text fills a step.
+        """
+        ...
+
     def fingerprint(self) -> str:
-        """Changes whenever the documents do, as far as can be told without reading them all."""
+        """Return a hash that changes whenever the documents do, as far as it can be known without reading them all.
+
+        It decides which tokenised corpus of the cache belongs to the source.
+        """
         ...
 
 
@@ -46,7 +61,8 @@ class TextFiles:
     """One document a file, UTF-8, in the order of the names relative to ``root``. Empty files are left out."""
 
     def __init__(self, root: Path, files: Sequence[Path], name: str) -> None:
-        """
+        """Take the files that have text, in order.
+
         Raises:
             UserError: no file is left.
         """
@@ -74,11 +90,11 @@ class TextFiles:
             raise UserError(f"megastable.data.source.path: {file} cannot be read ({error.strerror})") from error
 
     def num_bytes(self) -> int:
-        """Size of all files together."""
+        """Return the size of all files together."""
         return sum(file.stat().st_size for file in self._files)
 
     def fingerprint(self) -> str:
-        """Of every file's name, size and time of change: reading terabytes to find them unchanged takes too long."""
+        """Hash every file's name, size and time of change: to read terabytes to find them unchanged takes too long."""
         digest = hashlib.sha256()
         for file in self._files:
             status = file.stat()
@@ -87,6 +103,7 @@ class TextFiles:
 
 
 def _open_stdlib(_: StdlibSourceConfig) -> TextFiles:
+    """Open the source code of the Python that runs this."""
     root = Path(sysconfig.get_path("stdlib"))
     files: list[Path] = []
     for folder, subfolders, names in os.walk(root):
@@ -97,7 +114,9 @@ def _open_stdlib(_: StdlibSourceConfig) -> TextFiles:
 
 
 def _open_text(spec: TextSourceConfig) -> TextFiles:
+    """Open a file, a folder with all its subfolders, or what a glob matches."""
     path = Path(spec.path).expanduser()
+    # What exists is meant by its own name, even where the name has a bracket or star in it.
     if path.is_file():
         return TextFiles(path.parent, [path], name=spec.path)
     if path.is_dir():
@@ -106,12 +125,13 @@ def _open_text(spec: TextSourceConfig) -> TextFiles:
     if not matches:
         what = "matches no file" if glob.has_magic(spec.path) else "does not exist"
         raise UserError(f"megastable.data.source.path: {spec.path} {what}; legal are a file, a folder or a glob")
+    # Matches of one glob may lie anywhere, so their names count from the top.
     root = Path(path.anchor)
     return TextFiles(root, [file for file in matches if file.is_file()], name=spec.path)
 
 
 def _is_document(file: Path, root: Path) -> bool:
-    """Hidden files and folders (version control, editors) are not documents."""
+    """Tell whether a file is a document, which those of version control and editors, all hidden, are not."""
     return file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
 
 
@@ -119,7 +139,8 @@ class HfRows:
     """One document a row of a Hugging Face dataset."""
 
     def __init__(self, spec: HfSourceConfig) -> None:
-        """
+        """Open the dataset, which is downloaded where it is not on this machine.
+
         Raises:
             UserError: the dataset cannot be opened or has no such split or text column.
         """
@@ -131,6 +152,8 @@ class HfRows:
                 f"megastable.data.source.text_column: {spec.path} has no column {spec.text_column!r}; "
                 f"its columns are {', '.join(rows.column_names)}"
             )
+        # Taken before the other columns are dropped: the fingerprint counts what was done to the rows, and that of the
+        # columns kept names caches that exist already.
         self._fingerprint = str(rows._fingerprint)
         self._rows = rows.select_columns([spec.text_column])
 
@@ -146,22 +169,28 @@ class HfRows:
             )
         return text
 
+    def num_bytes(self) -> None:
+        """Return None: a dataset's recorded size counts all its splits and columns, as Arrow stores them."""
+
     def fingerprint(self) -> str:
-        """Of the library's own record of the data files and of what was done to them."""
+        """Return the library's own hash of the data files and of what was done to them."""
         return self._fingerprint
 
 
 def _load_hf(spec: HfSourceConfig) -> Any:
-    """The ``datasets.Dataset`` of the one split that ``spec`` names."""
+    """Open the ``datasets.Dataset`` of the one split that ``spec`` names."""
+    # Imported here, because it takes a second that other sources need not spend.
     from datasets import DatasetDict, load_dataset, load_from_disk
     from datasets.exceptions import DatasetsError
 
     path = Path(spec.path).expanduser()
     try:
+        # save_to_disk leaves one of these files; anything else is for load_dataset, be it a folder or a name.
         if not any((path / mark).is_file() for mark in ("state.json", "dataset_dict.json")):
             return load_dataset(str(path), spec.name, split=spec.split)
         saved = load_from_disk(str(path))
-    except (DatasetsError, OSError, ValueError, IndexError) as error:  # IndexError: saved without a row
+    except (DatasetsError, OSError, ValueError, IndexError) as error:
+        # An IndexError is that of a dataset that was saved without a row.
         raise UserError(
             f"megastable.data.source.path: datasets cannot open {spec.path} "
             f"(name {spec.name!r}, split {spec.split!r}): {error}"
@@ -175,18 +204,28 @@ def _load_hf(spec: HfSourceConfig) -> Any:
     return saved[spec.split]
 
 
-SOURCES: dict[str, Callable[[Any], DocumentSource]] = {
-    "stdlib": _open_stdlib,
-    "text": _open_text,
-    "hf": HfRows,
+@dataclass(frozen=True)
+class SourceKind:
+    """What is known of a type of source before one is opened."""
+
+    open: Callable[[Any], DocumentSource]
+    """Opens the source that a section of the run file describes; a UserError says why it cannot be opened."""
+    may_download: bool = False
+    """Whether opening may fetch documents over the network, which a check of the run file must not do."""
+
+
+SOURCES: dict[str, SourceKind] = {
+    "stdlib": SourceKind(_open_stdlib),
+    "text": SourceKind(_open_text),
+    "hf": SourceKind(HfRows, may_download=True),
 }
-"""Opens a source, by the ``type`` of its section of the run file."""
+"""Kinds of sources, by the ``type`` of their section of the run file."""
 
 
 def open_source(spec: SourceConfig) -> DocumentSource:
-    """The documents that ``spec`` names.
+    """Open the documents that ``spec`` names.
 
     Raises:
-        UserError: they are not there, or there is none.
+        UserError: the source is not there or has no document.
     """
-    return SOURCES[spec.type](spec)
+    return SOURCES[spec.type].open(spec)

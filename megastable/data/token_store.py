@@ -21,7 +21,9 @@ from megastable.data.text_tokenizers import TextTokenizer
 FORMAT_VERSION = 1
 TRAIN_FILE, VALIDATION_FILE, META_FILE, TOKENIZER_FOLDER = "train.bin", "validation.bin", "meta.json", "tokenizer"
 
-_PIECE_CHARACTERS = 1 << 20  # a longer document is encoded in pieces: in parallel, and without its own weight in RAM
+# A longer document is encoded in pieces: in parallel, and without all of its ids in memory at once.
+_PIECE_CHARACTERS = 1 << 20
+# Enough pieces at a time to keep the cores busy.
 _BATCH_CHARACTERS = 1 << 22
 
 
@@ -49,13 +51,15 @@ class _TokenFile:
         self.digest = hashlib.sha256()
 
     def append(self, ids: npt.NDArray[Any]) -> None:
+        """Write the token ids (any number, shape [n]) at the end of the file."""
         stored = ids.astype(self._dtype).tobytes()
         self._file.write(stored)
         self.digest.update(stored)
         self.counts += np.bincount(ids, minlength=len(self.counts))
 
     def close(self) -> None:
-        """On disk before the folder is renamed: a power cut must not leave a finished folder with empty files."""
+        """Close the file when its tokens are on disk, not only in the system's memory."""
+        # The folder is renamed next: a power cut must not leave a finished folder with empty files.
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -67,6 +71,8 @@ def write_token_store(folder: Path, documents: Iterable[tuple[str, bool]], token
     Every document ends with the EOD id; those without text are left out.
     """
     eod = np.array([tokenizer.eod_id], dtype=np.int64)
+    nothing = eod[:0]
+    # Little-endian wherever it is written, so that a cache can be copied between machines.
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32).newbyteorder("<")
     with ExitStack() as stack:
         files = [_TokenFile(folder / name, dtype, tokenizer.vocab_size) for name in (TRAIN_FILE, VALIDATION_FILE)]
@@ -74,9 +80,13 @@ def write_token_store(folder: Path, documents: Iterable[tuple[str, bool]], token
             stack.callback(file.close)
         for pieces in _batches(documents):
             encoded = tokenizer.encode_batch([piece.text for piece in pieces])
-            streams: tuple[list[Any], list[Any]] = ([eod[:0]], [eod[:0]])
+            # What goes to the training and to the validation file; `nothing` makes an empty one join as well.
+            streams: tuple[list[Any], list[Any]] = ([nothing], [nothing])
             for piece, ids in zip(pieces, encoded, strict=True):
-                streams[piece.is_validation].extend((np.asarray(ids, np.int64), eod[: int(piece.ends_document)]))
+                stream = streams[1 if piece.is_validation else 0]
+                stream.append(np.asarray(ids, np.int64))
+                if piece.ends_document:
+                    stream.append(eod)
             for file, stream in zip(files, streams, strict=True):
                 file.append(np.concatenate(stream))
     train, validation = files
@@ -95,7 +105,7 @@ def write_token_store(folder: Path, documents: Iterable[tuple[str, bool]], token
 
 
 def open_token_store(folder: Path) -> tuple[TokenStoreMeta, TokenArray, TokenArray]:
-    """The record, and the train and validation tokens, mapped into memory.
+    """Read the record, and map the training and validation tokens into memory.
 
     Raises:
         UserError: the files are not those that were written.
@@ -110,7 +120,11 @@ def open_token_store(folder: Path) -> tuple[TokenStoreMeta, TokenArray, TokenArr
 
 
 def unigram_entropy_nats(counts: npt.NDArray[np.int64]) -> float:
-    """Loss (nats per token) of a model that knows how frequent each token is, and nothing else; 0 without tokens."""
+    """Compute the loss (nats per token) of a model that knows each token's frequency alone; 0 without tokens.
+
+    ``counts`` has shape [vocab_size].
+    """
+    # Tokens that do not occur are left out: their share times its logarithm counts 0, but is NaN in floats.
     shares = counts[counts > 0] / max(1, counts.sum())
     return float(-(shares * np.log(shares)).sum())
 
@@ -123,7 +137,7 @@ class _Piece:
 
 
 def _batches(documents: Iterable[tuple[str, bool]]) -> Iterator[list[_Piece]]:
-    """Pieces of documents, in order, enough at a time to keep the cores busy."""
+    """Cut documents into pieces, in order, and yield as many at a time as keep the cores busy."""
     batch: list[_Piece] = []
     characters = 0
     for text, is_validation in documents:
@@ -133,15 +147,19 @@ def _batches(documents: Iterable[tuple[str, bool]]) -> Iterator[list[_Piece]]:
             characters += len(batch[-1].text)
             if characters >= _BATCH_CHARACTERS:
                 yield batch
-                batch, characters = [], 0
+                batch = []
+                characters = 0
     if batch:
         yield batch
 
 
 def _map(path: Path, dtype: str, num_tokens: int) -> TokenArray:
-    expected, found = num_tokens * np.dtype(dtype).itemsize, path.stat().st_size
+    """Map a token file into memory, shape [num_tokens]; a ValueError says that its size is not the recorded one."""
+    expected = num_tokens * np.dtype(dtype).itemsize
+    found = path.stat().st_size
     if found != expected:
         raise ValueError(f"{path.name} has {found:,} bytes instead of {expected:,}")
-    if num_tokens == 0:  # an empty file cannot be mapped
+    # An empty file cannot be mapped.
+    if num_tokens == 0:
         return np.zeros(0, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r", shape=(num_tokens,))

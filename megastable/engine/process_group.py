@@ -20,6 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from torch._C._distributed_c10d import Store, TCPStore
 
 from megastable.core.errors import UserError
+from megastable.core.host import threads_per_process
 from megastable.core.launch import Launch
 from megastable.engine.host_memory import keep_freed_memory
 
@@ -100,8 +101,7 @@ def _prepare_device(launch: Launch) -> None:
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         keep_freed_memory()
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
+        torch.set_num_threads(threads_per_process(launch.local_world_size, os.environ))
         return
     if accelerator.device_count() == 1 and "SLURM_PROCID" in os.environ:
         os.environ["LOCAL_RANK"] = "0"  # SLURM may show each task its own GPU alone, as its first

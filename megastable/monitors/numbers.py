@@ -1,9 +1,4 @@
-"""How near the numbers of the forward pass come to the end of their format.
-
-Whether a run starts as it should.
-
-How restless the loss is.
-"""
+"""Monitors of the numbers: whether loss, activations and gradients are sound and stay inside their format."""
 
 from __future__ import annotations
 
@@ -11,43 +6,29 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from megastable.config import RunConfig
-from megastable.core.records import Event
+from megastable.core.records import Event, Watched
 from megastable.core.robust import RollingDeviation
-from megastable.monitors.monitor import Seen, Stateless
-
-
-class Headroom(Stateless):
-    """Warns where an activation or attention logit passes a share of the number format's maximum (65,504 in fp16)."""
-
-    def observe(self, seen: Seen) -> Iterator[Event]:
-        """A warning on a watched step that is above the share."""
-        watched, limit = seen.result.watched, self.run.megastable.monitors.headroom_warning
-        if watched is None or watched.headroom < limit:
-            return
-        values = watched.layers[watched.headroom_layer]
-        kind = max(("max_activation", "max_attention_logit"), key=lambda name: values.get(name, 0.0))
-        yield seen.event(
-            "warning",
-            f"{kind} of {watched.headroom_layer} is {values[kind]:.4g}, {watched.headroom:.0%} of what "
-            f"{self.run.number_format} can hold: it may overflow soon",
-            layer=watched.headroom_layer,
-            headroom=watched.headroom,
-        )
-
+from megastable.monitors.monitor import STOP, Monitor, PlannedRun, Seen
 
 LARGEST_DEVIATION = 0.1
+"""Share of ln(vocabulary) by which the first loss may differ from it."""
+WINDOW_STEPS = 64
 
 
-class FirstLoss(Stateless):
-    """Fresh weights know nothing, so the first loss is near ln(vocabulary); one that is not has a cause."""
+class FirstLoss(Monitor):
+    """Compares the first loss with ln(vocabulary).
+
+    That is the loss of a model that gives every token the same probability, as one with fresh weights nearly does.
+    """
 
     def observe(self, seen: Seen) -> Iterator[Event]:
-        """Both, after the first step; a warning where they are more than 10% apart."""
+        """Yield both numbers after the first step, as a warning where they are more than 10% apart."""
         if seen.state.step != 1:
             return
-        loss, expected = seen.result.loss, math.log(self.run.megastable.model.vocab_size)
+        loss = seen.result.loss
+        expected = math.log(self.plan.run.megastable.model.vocab_size)
         text = f"the first loss is {loss:.4f}, ln(vocabulary) is {expected:.4f}"
+        # Not turned round into a > for the warning: a loss that is NaN has to take that branch.
         if abs(loss - expected) <= LARGEST_DEVIATION * expected:
             yield seen.event("first_loss", text, loss=loss, expected=expected)
         else:
@@ -55,31 +36,135 @@ class FirstLoss(Stateless):
             yield seen.event("warning", f"{text}: over 10% off; {advice}", loss=loss, expected=expected)
 
 
-WINDOW_STEPS = 64
+class Headroom(Monitor):
+    """Warns where an activation or attention logit passes a share of the number format's maximum (65,504 in fp16)."""
+
+    def observe(self, seen: Seen) -> Iterator[Event]:
+        """Yield a warning at a watched step that reaches the share."""
+        watched = seen.result.watched
+        if watched is None or watched.headroom < self.plan.run.megastable.monitors.headroom_warning:
+            return
+        values = watched.layers[watched.headroom_layer]
+        # Blocks alone have attention logits.
+        kind = max(("max_activation", "max_attention_logit"), key=lambda name: values.get(name, 0.0))
+        yield seen.event(
+            "warning",
+            f"{kind} of {watched.headroom_layer} is {values[kind]:.4g}, {watched.headroom:.0%} of what "
+            f"{self.plan.run.number_format} can hold: it may overflow soon",
+            layer=watched.headroom_layer,
+            headroom=watched.headroom,
+        )
 
 
-class LossVolatility:
-    """``loss_volatility``: robust standard deviation of the loss from step to step, over the last 64 steps."""
+class LossVolatility(Monitor):
+    """Measures ``loss_volatility``: the robust standard deviation of the loss from step to step, over 64 steps."""
 
-    wants_a_look = False
+    metric_names = ("loss_volatility",)
 
-    def __init__(self, run: RunConfig) -> None:
+    def __init__(self, plan: PlannedRun) -> None:
+        super().__init__(plan)
         self._losses = RollingDeviation(WINDOW_STEPS)
 
     def observe(self, seen: Seen) -> Iterator[Event]:
-        """Remember the loss; a volatile one is no event by itself."""
+        """Remember the loss. A volatile loss is no event: what is usual depends on the batch and on the data."""
         self._losses.add(seen.result.loss)
-        yield from ()
+        yield from ()  # makes a generator of a function that has nothing to yield
 
     def values(self) -> dict[str, float]:
-        """The deviation, once there are three losses."""
+        """Return the deviation, once three losses are known."""
         deviation = self._losses.deviation
-        return {} if deviation is None else {"loss_volatility": deviation}
+        if deviation is None:
+            return {}
+        return {"loss_volatility": deviation}
 
     def state_dict(self) -> dict[str, Any]:
-        """The window."""
+        """Return the losses of the window, oldest first."""
         return {"losses": self._losses.values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of ``state_dict``."""
+        """Go on with the losses of the window."""
         self._losses = RollingDeviation(WINDOW_STEPS, state["losses"])
+
+
+class SkippedSteps(Monitor):
+    """Reports skipped steps, and stops the run after too many consecutive ones that no lower loss scale can end.
+
+    Counted are skips at which the loss scale cannot fall: it is at its minimum, fixed, or not used in this format.
+    While it still falls, skips are how a dynamic scale finds its value.
+    """
+
+    def __init__(self, plan: PlannedRun) -> None:
+        super().__init__(plan)
+        self._fp16 = plan.run.fp16
+        self._consecutive_skips = 0
+
+    def observe(self, seen: Seen) -> Iterator[Event]:
+        """Yield an event for a skip, and one that stops the run after too many of them."""
+        # A diagnosis needs to say in which layer the numbers left the format; a skip seldom comes alone.
+        self.should_watch_next_step = seen.result.skipped
+        if not seen.result.skipped:
+            self._consecutive_skips = 0
+            return
+        scale = seen.result.loss_scale
+        if self._fp16.enabled:
+            text = f"a gradient was not finite at loss scale {scale:g}: the step was skipped"
+            yield seen.event("overflow", text, loss_scale=scale)
+        else:
+            # bf16 has the range of fp32: here it is not the format that is too small.
+            yield seen.event("skip", "a gradient was not finite: the step was skipped", loss_scale=scale)
+        if self._can_fall(scale):
+            self._consecutive_skips = 0
+        else:
+            self._consecutive_skips += 1
+        if self._consecutive_skips >= self.plan.run.megastable.monitors.max_skips_at_min_scale:
+            skips = self._consecutive_skips
+            yield seen.event(STOP, self._diagnosis(seen), skips_in_a_row=skips, loss_scale=scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count of skips, and whether the next step should be watched."""
+        return {
+            "consecutive_skips": self._consecutive_skips,
+            "should_watch_next_step": self.should_watch_next_step,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the count of skips."""
+        # Checkpoints that were written before these two names were chosen still have to load.
+        if "hopeless" in state:
+            state = {"consecutive_skips": state["hopeless"], "should_watch_next_step": state["wants_a_look"]}
+        self._consecutive_skips = state["consecutive_skips"]
+        self.should_watch_next_step = state["should_watch_next_step"]
+
+    def _can_fall(self, scale: float) -> bool:
+        is_dynamic = self._fp16.enabled and self._fp16.loss_scale == 0  # 0 is DeepSpeed's word for a dynamic scale
+        return is_dynamic and scale > self._fp16.min_loss_scale
+
+    def _diagnosis(self, seen: Seen) -> str:
+        if not self._fp16.enabled:
+            scale = "there is no loss scale that could fall"
+        elif self._fp16.loss_scale:
+            scale = f"the loss scale is fixed at {self._fp16.loss_scale:g}"
+        else:
+            scale = f"the loss scale is at its minimum, fp16.min_loss_scale = {self._fp16.min_loss_scale}"
+        return (
+            f"{self._consecutive_skips} steps in a row were skipped because a gradient was not finite, and {scale}. "
+            f"{_where_it_overflows(seen.result.watched)} The weights are those before these steps. Go on from a "
+            "checkpoint before the first of them with a lower learning rate, a longer warmup or a smaller init std; on "
+            "a device that has bf16, take that instead of fp16."
+        )
+
+
+def _where_it_overflows(watched: Watched | None) -> str:
+    """Name the first layer whose forward pass is not finite, or the one that is nearest to the limit."""
+    if watched is None:
+        return "The step was not watched, so which layer is the cause is not known."
+    # Layers come in the order of the forward pass: a later one that is not finite may only pass on what an earlier one
+    # began.
+    for name, values in watched.layers.items():
+        for kind in ("max_attention_logit", "max_activation"):  # a block computes its logits first
+            if values.get(kind, 0.0) == math.inf:
+                return f"The forward pass is the cause: {kind} of {name}, the first such layer, is not finite."
+    return (
+        f"The forward pass is finite: its largest value, in {watched.headroom_layer}, is at {watched.headroom:.1%} of "
+        "the format's maximum. The gradients overflow on their way back."
+    )

@@ -1,15 +1,15 @@
-"""All monitors of a run, asked as one."""
+"""Lists the monitors of a run and asks them as one."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
-from megastable.config import RunConfig
+from megastable.core.errors import UserError
 from megastable.core.records import Event
-from megastable.monitors.balance import StageBalance
-from megastable.monitors.monitor import Monitor, Seen
-from megastable.monitors.numbers import FirstLoss, Headroom, LossVolatility
-from megastable.monitors.steps import RampSteps, SkippedSteps
+from megastable.monitors.monitor import Monitor, PlannedRun, Seen
+from megastable.monitors.numbers import FirstLoss, Headroom, LossVolatility, SkippedSteps
+from megastable.monitors.work_split import RampSteps, StageBalance
 
 MONITORS: dict[str, type[Monitor]] = {
     "first_loss": FirstLoss,
@@ -19,33 +19,70 @@ MONITORS: dict[str, type[Monitor]] = {
     "loss_volatility": LossVolatility,
     "stage_balance": StageBalance,
 }
+"""Name, under which a checkpoint keeps its state, to monitor. Events of a step come in this order."""
 
 
 class Monitors:
-    """One of each kind."""
+    """Holds one monitor of each kind for a run.
 
-    def __init__(self, run: RunConfig) -> None:
-        self._monitors: dict[str, Monitor] = {name: kind(run) for name, kind in MONITORS.items()}
+    Args:
+        step_metrics: names of the metrics that every step has without monitors.
+
+    Raises:
+        UserError: a monitor measures something under a name that is in use already.
+    """
+
+    def __init__(self, plan: PlannedRun, step_metrics: Collection[str] = ()) -> None:
+        self._monitors: dict[str, Monitor] = {name: kind(plan) for name, kind in MONITORS.items()}
+        self._check_metric_names(step_metrics)
 
     def observe(self, seen: Seen) -> list[Event]:
-        """Show a step to every monitor; what happened, in the registry's order."""
+        """Show a step to every monitor and return their events, in the registry's order."""
         return [event for monitor in self._monitors.values() for event in monitor.observe(seen)]
 
     @property
-    def want_a_look(self) -> bool:
-        """True where any monitor wants the next step to be watched."""
-        return any(monitor.wants_a_look for monitor in self._monitors.values())
+    def should_watch_next_step(self) -> bool:
+        """True where any monitor asks for the next step to be watched layer by layer."""
+        return any(monitor.should_watch_next_step for monitor in self._monitors.values())
 
     def values(self) -> dict[str, float]:
-        """The numbers of all monitors for the step that was just observed."""
-        return {name: value for monitor in self._monitors.values() for name, value in monitor.values().items()}
+        """Return the numbers of all monitors for the step that was just observed.
+
+        Raises:
+            ValueError: a monitor measures something that its ``metric_names`` do not list.
+        """
+        values: dict[str, float] = {}
+        for name, monitor in self._monitors.items():
+            measured = monitor.values()
+            unlisted = sorted(measured.keys() - set(monitor.metric_names))
+            # Only listed names were compared with those in use, so another one might overwrite a metric.
+            if unlisted:
+                raise ValueError(
+                    f"the monitor {name} measures {', '.join(unlisted)}, which its metric_names do not list"
+                )
+            values.update(measured)
+        return values
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values for a checkpoint."""
+        """Return what all monitors remember, as plain values for a checkpoint."""
         return {name: monitor.state_dict() for name, monitor in self._monitors.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse; monitors that the checkpoint does not know start afresh."""
+        """Go on from what ``state_dict`` returned; monitors that the checkpoint does not know start afresh."""
         for name, monitor in self._monitors.items():
-            if name in state:
+            if name in state:  # otherwise it was added to the program after the checkpoint was written
                 monitor.load_state_dict(state[name])
+
+    def _check_metric_names(self, step_metrics: Collection[str]) -> None:
+        user_of_name = dict.fromkeys(step_metrics, "the step itself")
+        faults = []
+        for name, monitor in self._monitors.items():
+            for metric in monitor.metric_names:
+                if metric in user_of_name:
+                    faults.append(f"  {metric}, measured by the monitor {name}, is a metric of {user_of_name[metric]}")
+                # The first keeps its name: all that come later are to be changed.
+                user_of_name.setdefault(metric, f"the monitor {name}")
+        if faults:
+            raise UserError(
+                "Every metric needs a name that no other has; change metric_names of the monitor:\n" + "\n".join(faults)
+            )

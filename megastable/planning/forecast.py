@@ -1,6 +1,6 @@
-"""What times are predicted from: a device's data sheet, a calibration file, or this machine, measured now.
+"""The forecast of one run on its layout: every phase of the ramp, its time, and the memory of every stage.
 
-The forecast of one run on its layout: every phase of the ramp, its time, and the memory of every stage.
+Times rest on a device's data sheet, a calibration file, or a measurement of this machine made now (``Basis``).
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from megastable.core.flops import tflops_per_device
 from megastable.core.memory import MemoryUse
 from megastable.core.pipeline_cost import PipelineCost, bubble
 from megastable.planning.calibration import Calibration, CalibrationFile, calibration_of, check_new, load_calibration
-from megastable.planning.machine import CPU, DEFAULT_EFFICIENCY, OUTSIDE_THE_STEPS, Machine
+from megastable.planning.data_sheet_cost import CPU, OUTSIDE_THE_STEPS, Machine, relative_cost, step_cost
 from megastable.planning.memory import stage_memory
 from megastable.planning.run_plan import RunPlan
-from megastable.planning.step_time import relative_cost, step_cost
 
 
 @dataclass(frozen=True)
 class Basis:
-    """One of the two, or neither: then no times are known."""
+    """What times are predicted from: a machine or a calibration. With neither, no times are known."""
 
     machine: Machine | None = None
     calibration: Calibration | None = None
@@ -36,43 +35,62 @@ class Basis:
         device: str | None,
         peak_tflops: float | None = None,
         memory_gib: float | None = None,
-        efficiency: float = DEFAULT_EFFICIENCY,
+        efficiency: float | None = None,
         calibration: Path | None = None,
         save_calibration: Path | None = None,
         *,
         probe: Callable[[RunPlan], CalibrationFile],
     ) -> Basis:
-        """From the command line. Measures where the device is this CPU, and no figures describe it.
+        """Find the basis that a command line asks for.
+
+        This machine is measured where the device is this CPU, and no figures describe it.
 
         Args:
+            efficiency: share of a device's peak; None for the default.
             probe: measures the machine for a plan.
 
         Raises:
             UserError: the options exclude each other, the device is unknown, or a file is refused.
         """
-        described = not (device is None and peak_tflops is None and memory_gib is None)
-        probes = device is not None and device.lower() == CPU and peak_tflops is None and memory_gib is None
+        has_figures = peak_tflops is not None or memory_gib is not None
+        # A CPU that is described by figures is a data sheet like any other.
+        measures_now = device is not None and device.lower() == CPU and not has_figures
+        # Faults of the options come before the measuring, which takes ten seconds.
         if save_calibration is not None:
-            if not probes or calibration is not None:
+            if not measures_now or calibration is not None:
                 raise UserError("--save-calibration writes what --device cpu measures without further figures")
             check_new(save_calibration)
-        if calibration is not None:
-            if described:
-                raise UserError("--calibration stands in place of a device; give one of them")
-            return cls(calibration=load_calibration(calibration, plan))
-        if not probes:
-            return cls(machine=Machine.of(device, peak_tflops, memory_gib, efficiency))
+        if calibration is not None and (device is not None or has_figures):
+            raise UserError("--calibration stands in place of a device; give one of them")
+        if efficiency is not None and (calibration is not None or measures_now):
+            raise UserError(
+                "--efficiency is a share of a data sheet's peak, and measured times need none; leave it out, or "
+                "name or describe a device (--device, --peak-tflops, --memory-gib) in place of the measurement"
+            )
 
+        if calibration is not None:
+            return cls(calibration=load_calibration(calibration, plan))
+        if not measures_now:
+            return cls(machine=Machine.of(device, peak_tflops, memory_gib, efficiency))
         file = probe(plan)
         if save_calibration is not None:
             file.write(save_calibration)
         return cls(calibration=calibration_of(file, plan, "this machine"))
 
     def cost(self, plan: RunPlan) -> PipelineCost | None:
-        """Of the plan's steps; None where nothing is known."""
+        """Return the cost of the plan's steps, in seconds; None where no times are known."""
         if self.calibration is not None:
             return self.calibration.cost
-        return step_cost(plan, self.machine) if self.machine else None
+        if self.machine is not None:
+            return step_cost(plan, self.machine)
+        return None
+
+    @property
+    def on_cpu(self) -> bool:
+        """Tell whether the processes compute on a CPU, whose kernels keep more than a GPU's."""
+        if self.calibration is not None:
+            return self.calibration.on_cpu
+        return self.machine is not None and self.machine.on_cpu
 
 
 @dataclass(frozen=True)
@@ -89,7 +107,7 @@ class PhaseSpeed:
 
 @dataclass(frozen=True)
 class PhaseForecast:
-    """One phase of the ramp."""
+    """What one phase of the ramp will take."""
 
     phase: RampPhase
     bubble: float
@@ -114,31 +132,34 @@ class Forecast:
 
     @property
     def seconds_to_train(self) -> float | None:
-        """All steps; None where nothing is known of the device."""
+        """Return the seconds of all steps; None where nothing is known of the device."""
         if self.machine is None and self.calibration is None:
             return None
         return sum(entry.phase.num_steps * entry.speed.step_seconds for entry in self.phases if entry.speed)
 
     @property
     def fullest_stage(self) -> int:
-        """The stage whose devices need most memory."""
+        """Return the stage whose devices need most memory."""
         return max(range(len(self.memory)), key=lambda stage: self.memory[stage].total)
 
     @property
     def usable_bytes(self) -> float | None:
-        """Memory of a device that is left for training; None where it is not known."""
-        known = self.machine.device if self.machine else self.calibration
-        return known.usable_bytes if known else None
+        """Return the memory of a device that is left for training; None where it is not known."""
+        if self.machine is not None:
+            return self.machine.device.usable_bytes
+        if self.calibration is not None:
+            return self.calibration.usable_bytes
+        return None
 
     @property
     def fits(self) -> bool | None:
-        """Whether every stage fits its devices; None where their memory is not known."""
+        """Tell whether every stage fits its devices; None where their memory is not known."""
         usable = self.usable_bytes
         return None if usable is None else self.memory[self.fullest_stage].total <= usable
 
     @property
     def assumptions(self) -> list[str]:
-        """What the numbers rest on."""
+        """List, for people, what the numbers rest on."""
         always = ["memory is counted from the code (beside measured steps in docs/planning.md); fragments come on top"]
         if self.calibration is not None:
             return [f"times are those of {self.calibration.source}", OUTSIDE_THE_STEPS, *always]
@@ -147,8 +168,9 @@ class Forecast:
         return [*self.machine.assumptions(self.plan.run.number_format), *always]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; null is what is not known."""
-        layout, length, machine = self.plan.layout, self.plan.length, self.machine
+        """Return plain values for JSON; null is what is not known."""
+        layout = self.plan.layout
+        length = self.plan.length
         return {
             "layout": {**asdict(layout), "world_size": layout.world_size},
             "total_steps": length.total_steps,
@@ -160,8 +182,8 @@ class Forecast:
             ],
             "phases": [_phase_as_dict(entry) for entry in self.phases],
             "seconds_to_train": self.seconds_to_train,
-            "device": asdict(machine.device) if machine else None,
-            "efficiency": machine.efficiency if machine else None,
+            "device": asdict(self.machine.device) if self.machine else None,
+            "efficiency": self.machine.efficiency if self.machine else None,
             "stages": self.plan.cut.descriptions,
             "imbalance": self.plan.cut.imbalance,
             "calibration": self.calibration.source if self.calibration else None,
@@ -173,31 +195,23 @@ class Forecast:
 
 def forecast(plan: RunPlan, machine: Machine | None, calibration: Calibration | None = None) -> Forecast:
     """Forecast a planned run from a machine or a calibration; with neither only what does not depend on one."""
-    cost = calibration.cost if calibration else step_cost(plan, machine) if machine else None
+    basis = Basis(machine, calibration)
+    cost = basis.cost(plan)
+    # Waiting depends on the ratios of the stages' times alone, so operations show it where no seconds are known.
     shares = cost or relative_cost(plan)
     phases = [_forecast_phase(plan, phase, shares, cost) for phase in plan.phases]
-    on_cpu = calibration.on_cpu if calibration else machine is not None and machine.on_cpu
-    return Forecast(plan, machine, phases, stage_memory(plan, on_cpu), calibration)
-
-
-def _forecast_phase(plan: RunPlan, phase: RampPhase, shares: PipelineCost, cost: PipelineCost | None) -> PhaseForecast:
-    batch = phase.batch
-    return PhaseForecast(
-        phase=phase,
-        bubble=bubble(plan.layout.num_stages, batch.num_microbatches),
-        idle_share=shares.idle_share(batch.micro_batch_size, batch.num_microbatches),
-        speed=phase_speed(plan, phase, cost) if cost else None,
-    )
+    return Forecast(plan, machine, phases, stage_memory(plan, basis.on_cpu), calibration)
 
 
 def phase_speed(plan: RunPlan, phase: RampPhase, cost: PipelineCost) -> PhaseSpeed:
-    """The speed of the steps of a phase at a cost."""
-    batch, devices = phase.batch, plan.layout.world_size
+    """Compute the speed of the steps of a phase at a cost in seconds."""
+    batch = phase.batch
     seconds = cost.step_seconds(batch.micro_batch_size, batch.num_microbatches)
 
     def tflops(flops_per_sample: int) -> float:
-        return tflops_per_device(flops_per_sample, batch.global_batch_size, seconds, devices)
+        return tflops_per_device(flops_per_sample, batch.global_batch_size, seconds, plan.layout.world_size)
 
+    # Papers publish either of the two rates, so that both are needed to compare with them.
     return PhaseSpeed(
         step_seconds=seconds,
         tflops_per_device=tflops(plan.model_flops_per_sample),
@@ -206,13 +220,29 @@ def phase_speed(plan: RunPlan, phase: RampPhase, cost: PipelineCost) -> PhaseSpe
     )
 
 
+def _forecast_phase(plan: RunPlan, phase: RampPhase, shares: PipelineCost, cost: PipelineCost | None) -> PhaseForecast:
+    batch = phase.batch
+    return PhaseForecast(
+        phase=phase,
+        # The textbook's figure beside that of the real stages: their difference is what a better cut could win.
+        bubble=bubble(plan.layout.num_stages, batch.num_microbatches),
+        idle_share=shares.idle_share(batch.micro_batch_size, batch.num_microbatches),
+        speed=phase_speed(plan, phase, cost) if cost else None,
+    )
+
+
 def _phase_as_dict(entry: PhaseForecast) -> dict[str, Any]:
-    speed = dict.fromkeys(PhaseSpeed.__dataclass_fields__) if entry.speed is None else asdict(entry.speed)
+    """Return a phase for JSON, with the keys of its speed also where they are not known."""
+    speed: dict[str, Any] = dict.fromkeys(PhaseSpeed.__dataclass_fields__)
+    seconds = None
+    if entry.speed is not None:
+        speed = asdict(entry.speed)
+        seconds = entry.phase.num_steps * entry.speed.step_seconds
     return {
         "first_step": entry.phase.first_step,
         "num_steps": entry.phase.num_steps,
         "bubble": entry.bubble,
         "idle_share": entry.idle_share,
         **speed,
-        "seconds": None if entry.speed is None else entry.phase.num_steps * entry.speed.step_seconds,
+        "seconds": seconds,
     }

@@ -1,4 +1,4 @@
-"""What every stage's devices need, at the step of the run that needs most."""
+"""The memory that every stage's devices need, at the step of the run that needs most."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from collections.abc import Sequence
 from megastable.config.stages import model_parts, model_shape
 from megastable.core.activations import ActivationSettings, activation_bytes
 from megastable.core.batch_rampup import Batch
-from megastable.core.layers import StageLayers, stage_parameters
-from megastable.core.memory import MemoryUse, memory_use
+from megastable.core.layers import StageLayers
+from megastable.core.memory import MemoryUse, memory_use, reduce_bucket_elements
+from megastable.planning.number_formats import communication_bytes, number_format
 from megastable.planning.run_plan import RunPlan
-from megastable.planning.step_time import communication_bytes, number_format
-
-LARGEST_BUCKET = 500_000_000
-"""Elements of the gradient buffer of a large stage; a smaller one has a buffer of its own size, see the engine."""
 
 
 def stage_memory(plan: RunPlan, on_cpu: bool, batches: Sequence[Batch] | None = None) -> list[MemoryUse]:
-    """Of one device of every stage, from the first to the last.
+    """Count the memory of one device of every stage, from the first to the last.
 
     Args:
         on_cpu: the devices are processes of a CPU, whose kernels keep more than a GPU's.
@@ -31,31 +28,36 @@ def stage_memory(plan: RunPlan, on_cpu: bool, batches: Sequence[Batch] | None = 
 def _memory_of_stage(
     plan: RunPlan, batches: Sequence[Batch], number: int, stage: StageLayers, on_cpu: bool
 ) -> MemoryUse:
-    run, model, layout = plan.run, plan.run.megastable.model, plan.layout
-    shape, parts, ranks = model_shape(model), model_parts(model), layout.tensor_parallel_size
-    weights = stage_parameters(shape, parts, stage, ranks)
+    run = plan.run
+    model = run.megastable.model
     settings = activation_settings(plan, on_cpu)
-    # Of every micro-batch size the step with most micro-batches needs most.
-    counts: dict[int, int] = {}
+    # Memory grows with the number of micro-batches, so of every micro-batch size one step is enough to look at.
+    most_of_size: dict[int, int] = {}
     for batch in batches:
-        size, count = batch.micro_batch_size, batch.num_microbatches
-        counts[size] = max(counts.get(size, 0), count)
-    widest = max(
-        activation_bytes(shape, parts, stage, settings, size, min(layout.num_stages - number, count))
-        for size, count in counts.items()
+        size = batch.micro_batch_size
+        most_of_size[size] = max(most_of_size.get(size, 0), batch.num_microbatches)
+    # 1F1B holds one micro-batch for every stage from this one to the last, so that the first stage holds most.
+    most_in_flight = plan.layout.num_stages - number
+    activations = max(
+        activation_bytes(
+            model_shape(model), model_parts(model), stage, settings, size, min(most_in_flight, num_microbatches)
+        )
+        for size, num_microbatches in most_of_size.items()
     )
+    # Stages differ in weights as well: the first and last hold an embedding each, tied or not.
+    num_parameters = plan.stage_parameters(stage)
     return memory_use(
         number_format(run),
-        num_parameters=weights,
-        data_parallel_size=layout.data_parallel_size,
-        reduce_bucket_size=run.zero_optimization.reduce_bucket_size or min(weights, LARGEST_BUCKET),
+        num_parameters=num_parameters,
+        data_parallel_size=plan.layout.data_parallel_size,
+        reduce_bucket_size=reduce_bucket_elements(run.zero_optimization.reduce_bucket_size, num_parameters),
         communication_bytes=communication_bytes(run),
-        activations=widest,
+        activations=activations,
     )
 
 
 def activation_settings(plan: RunPlan, on_cpu: bool) -> ActivationSettings:
-    """What of the run file decides how much is kept for the backward pass."""
+    """Gather what of the run file decides how much is kept for the backward pass."""
     run, settings = plan.run, plan.run.megastable
     model = settings.model
     sums = number_format(run)

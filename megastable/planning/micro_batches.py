@@ -1,8 +1,7 @@
-"""Which split of a batch into micro-batches a cost finds fastest within the memory.
+"""The choice of micro-batch sizes where a run file leaves it to the program: once, before the run, and recorded in it.
 
-The micro-batch sizes of a run whose file leaves them to be chosen: once, before the run, and recorded in it.
-
-From a run file to its plan, on as many devices as were asked for.
+``MicroBatchChoice`` finds the split of a batch that a cost makes fastest within the memory.
+``with_chosen_micro_batches`` applies it to a run of a given number of devices.
 """
 
 from __future__ import annotations
@@ -18,14 +17,16 @@ from megastable.config import RunConfig, load_run_file
 from megastable.core.batch_rampup import Batch, global_batch_sizes
 from megastable.core.devices import DEVICES
 from megastable.core.errors import UserError
+from megastable.core.memory import GIB
 from megastable.core.pipeline_cost import PipelineCost
 from megastable.planning.calibration import Calibration, load_calibration
-from megastable.planning.machine import Machine
+from megastable.planning.data_sheet_cost import Machine, step_cost
 from megastable.planning.memory import stage_memory
-from megastable.planning.run_plan import RunPlan
-from megastable.planning.step_time import step_cost
+from megastable.planning.run_plan import RunPlan, number_of_devices
 
-GIB = 2**30
+CALIBRATION_KEY = "megastable.batch_rampup.calibration"
+SHOWN_SPLITS = 6
+"""Splits that are shown to people; config.json has them all."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class MicroBatchChoice:
     usable_bytes: float
 
     def batch_of(self, global_batch_size: int) -> Batch:
-        """The fastest split that fits; of equally fast ones that with the smaller micro-batch, which needs less memory.
+        """Choose the fastest split that fits; of equally fast ones that with the smaller micro-batch.
 
         Args:
             global_batch_size: a multiple of the data-parallel size.
@@ -62,13 +63,18 @@ class MicroBatchChoice:
                 f"micro-batches of {splits[needs.index(least)].micro_batch_size} need least, {least / GIB:.2f} GiB a "
                 f"device, and {self.usable_bytes / GIB:.2f} are usable"
             )
-        return min(fitting, key=self._step_seconds)  # the first of several, and the splits rise
+        # Splits stand in the order of their micro-batches, and min takes the first of equals: it needs least memory.
+        return min(fitting, key=self._step_seconds)
 
     def micro_batch_size_steps(self, global_batch_sizes: Iterable[int]) -> tuple[tuple[int, int], ...]:
-        """The chosen sizes as ``BatchRampup`` has them: (from_global_batch_size, micro_batch_size), only the changes.
+        """Choose the size for every batch, and return the changes as ``BatchRampup`` reads them.
 
         Args:
             global_batch_sizes: rising, each a multiple of the data-parallel size.
+
+        Returns:
+            (from_global_batch_size, micro_batch_size) of the first batch, and of each whose size differs from the one
+            before.
 
         Raises:
             UserError: as ``batch_of``.
@@ -89,13 +95,27 @@ class MicroBatchChoice:
         return self.cost.step_seconds(batch.micro_batch_size, batch.num_microbatches)
 
 
-CALIBRATION_KEY = "megastable.batch_rampup.calibration"
-SHOWN_SPLITS = 6
-"""config.json has them all."""
+def load_plan(path: Path, num_devices: int | None, choose: bool = True) -> tuple[RunPlan, bool]:
+    """Read a run file and plan it; return the plan, and whether the number of devices was only assumed.
+
+    Args:
+        num_devices: None as in ``number_of_devices``.
+        choose: make the choice of micro-batch sizes, where the file leaves it open; without it they are of one sample.
+
+    Raises:
+        UserError: the file cannot be read, holds faults or does not fit the devices; or its micro-batch sizes are to be
+            chosen, and cannot be.
+    """
+    devices, assumed = number_of_devices(load_run_file(path), num_devices)
+    # Read again: only a number of devices lets the rules of the layout be checked, and only the file gives the number.
+    run = load_run_file(path, world_size=devices)
+    if choose:
+        run = with_chosen_micro_batches(run, devices)
+    return RunPlan.of(run, devices), assumed
 
 
 def with_chosen_micro_batches(run: RunConfig, world_size: int) -> RunConfig:
-    """The run with ``chosen_micro_batch_sizes``; as it is where it gives its sizes itself or they were chosen before.
+    """Return the run with ``chosen_micro_batch_sizes``; as it is where it gives its sizes, or they were chosen before.
 
     They are chosen for the whole ramp, also where the run ends before it does, so that it can be continued with more
     steps. A pure function of its arguments and the calibration: every rank finds the same.
@@ -106,22 +126,25 @@ def with_chosen_micro_batches(run: RunConfig, world_size: int) -> RunConfig:
     ramp = run.megastable.batch_rampup
     if not ramp.chooses_micro_batch_sizes or ramp.chosen_micro_batch_sizes:
         return run
-    plan = RunPlan.of(run, world_size)  # in micro-batches of one sample
+    # Until they are chosen, a plan has micro-batches of one sample, which divide every batch.
+    plan = RunPlan.of(run, world_size)
     replicas = plan.layout.data_parallel_size
     calibration = _calibration(plan)
 
     def needed_bytes(batch: Batch) -> float:
         return max(use.total for use in stage_memory(plan, calibration.on_cpu, [batch]))
 
+    # Where the memory is not known, no split can be refused for it.
     usable_bytes = math.inf if calibration.usable_bytes is None else calibration.usable_bytes
     choice = MicroBatchChoice(replicas, calibration.cost, needed_bytes, usable_bytes)
-    # The plan has found that those within the run divide; a later one may be of a ramp that is never run to its end.
+    # The plan has found that all batches within the run divide; a later one may be of a ramp that never runs to its
+    # end.
     sizes = [size for size in global_batch_sizes(plan.ramp.schedule) if size % replicas == 0]
     return _with_sizes(run, choice.micro_batch_size_steps(sizes))
 
 
 def with_recorded_micro_batches(run: RunConfig, recorded: dict[str, Any]) -> RunConfig:
-    """The run with the sizes that were chosen for the ``recorded`` run file which it continues, if they were.
+    """Return the run with the sizes that were chosen for the ``recorded`` run file which it continues, if they were.
 
     Sizes in its own file stand.
 
@@ -134,6 +157,7 @@ def with_recorded_micro_batches(run: RunConfig, recorded: dict[str, Any]) -> Run
         return run
     chosen = _with_sizes(run, tuple((start, size) for start, size in sizes))
     for size in global_batch_sizes(ramp.schedule()):
+        # Asked without a layout, which is not known here: RunPlan.of checks the division by the replicas.
         micro_batch_size = chosen.megastable.batch_rampup.ramp(1, 1).micro_batch_size_for(size)
         if size % micro_batch_size:
             raise UserError(
@@ -145,28 +169,34 @@ def with_recorded_micro_batches(run: RunConfig, recorded: dict[str, Any]) -> Run
 
 
 def describe_choice(plan: RunPlan) -> str:
-    """The run's batches at which the chosen micro-batch size is another than before, and how they are split."""
+    """Describe the chosen sizes: the run's batches at which the size differs from the one before, and their splits."""
+    # A ramp of a hundred batches has few sizes, so that only the changes are worth a line.
     batches = [phase.batch for phase in plan.phases]
     changes = [batch for old, batch in pairwise(batches) if batch.micro_batch_size != old.micro_batch_size]
     splits = [
         f"batch {batch.global_batch_size}: {batch.micro_batch_size} x {batch.num_microbatches}"
         for batch in (batches[0], *changes)
     ]
-    more = f" and {len(splits) - SHOWN_SPLITS} more changes" if len(splits) > SHOWN_SPLITS else ""
-    return (
-        f"micro-batch size x micro-batches, chosen by {plan.run.megastable.batch_rampup.calibration}, from "
-        f"{', '.join(splits[:SHOWN_SPLITS])}{more}"
-    )
+    shown = ", ".join(splits[:SHOWN_SPLITS])
+    if len(splits) > SHOWN_SPLITS:
+        shown += f" and {len(splits) - SHOWN_SPLITS} more changes"
+    return f"micro-batch size x micro-batches, chosen by {plan.run.megastable.batch_rampup.calibration}, from {shown}"
+
+
+def is_data_sheet(calibration: str | None) -> bool:
+    """Tell whether a run file's ``calibration`` names a device instead of a file."""
+    return calibration is not None and calibration.upper() in DEVICES
 
 
 def _calibration(plan: RunPlan) -> Calibration:
-    """What the file's ``calibration`` names: a device, or else a file.
+    """Load what the file's ``calibration`` names: a device, or else a file.
 
     Raises:
         UserError: neither is found, or the file cannot be used.
     """
     name = plan.run.megastable.batch_rampup.calibration
     assert name is not None
+    # A device's name comes first: a file of that name can still be given as ./A100.
     if is_data_sheet(name):
         machine = Machine.of(name)
         assert machine is not None
@@ -177,41 +207,8 @@ def _calibration(plan: RunPlan) -> Calibration:
     return load_calibration(path, plan)
 
 
-def is_data_sheet(calibration: str | None) -> bool:
-    """Whether it names a device instead of a file."""
-    return calibration is not None and calibration.upper() in DEVICES
-
-
 def _with_sizes(run: RunConfig, sizes: tuple[tuple[int, int], ...]) -> RunConfig:
-    own = run.megastable
-    ramp = own.batch_rampup.model_copy(update={"chosen_micro_batch_sizes": sizes})
-    return run.model_copy(update={"megastable": own.model_copy(update={"batch_rampup": ramp})})
-
-
-def load_plan(path: Path, num_devices: int | None, choose: bool = True) -> tuple[RunPlan, bool]:
-    """The plan of a run file, and whether the number of devices was only assumed.
-
-    Args:
-        num_devices: None for as many as the file asks for, else the fewest that hold its stages and tensor ranks.
-
-        choose: make the choice of micro-batch sizes, where the file leaves it open; without it they are of one sample.
-
-    Raises:
-        UserError: the file cannot be read, holds faults or does not fit the devices; or its micro-batch sizes are to be
-            chosen, and cannot be.
-    """
-    run, devices = load_run(path, num_devices)
-    assumed = num_devices is None and run.megastable.training.world_size is None
-    run = load_run_file(path, world_size=devices)  # now also checked on its layout
-    return RunPlan.of(with_chosen_micro_batches(run, devices) if choose else run, devices), assumed
-
-
-def load_run(path: Path, num_devices: int | None) -> tuple[RunConfig, int]:
-    """A run file, which need not fit the devices, and their number; arguments and errors as ``load_plan``."""
-    run = load_run_file(path)
-    return run, num_devices or run.megastable.training.world_size or fewest_devices(run)
-
-
-def fewest_devices(run: RunConfig) -> int:
-    """One replica: all stages, with all their tensor ranks."""
-    return run.megastable.pipeline.num_stages * run.megastable.tensor_parallel.size
+    # model_copy skips the rules of a run file; the callers have made sure that the sizes divide.
+    settings = run.megastable
+    ramp = settings.batch_rampup.model_copy(update={"chosen_micro_batch_sizes": sizes})
+    return run.model_copy(update={"megastable": settings.model_copy(update={"batch_rampup": ramp})})

@@ -1,4 +1,7 @@
-"""What a sweep over batches says of a planned run: measured beside predicted, and where its ramp could start."""
+"""The report of a sweep over batches of a planned run: measured beside predicted, and where its ramp could start.
+
+``throughput`` has the rows of which it is made, and the words that they use.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from dataclasses import dataclass
 from megastable.core.batch_rampup import Batch
 from megastable.core.pipeline_cost import PipelineCost
 from megastable.planning.calibration import Sweep
+from megastable.planning.data_sheet_cost import relative_cost
 from megastable.planning.measured_cost import MeasuredStep, calibrate_unequal
 from megastable.planning.run_plan import RunPlan
-from megastable.planning.step_time import relative_cost
 from megastable.planning.throughput import (
     StepSeconds,
     SweepRow,
@@ -41,12 +44,13 @@ class SweepReport:
 
     @property
     def median_unseen_error(self) -> float | None:
-        """Of the predicted steps that the prediction has not seen; None where there are none."""
+        """Compute the median error of the steps that the prediction has not seen; None where there are none."""
         return median_unseen_error(self.rows)
 
 
 def planned_sweep(plan: RunPlan, batches: Sequence[Batch], share: float, cost: PipelineCost | None) -> SweepReport:
-    """Nothing measured; predicted where a cost is known."""
+    """Report batches of which nothing was measured; their steps are predicted where a cost is known."""
+    # Without a cost there are no speeds either, and nothing can be recommended.
     work = work_of(plan)
     rows = [planned_row(batch, work, cost) for batch in batches]
     speeds = {
@@ -58,17 +62,23 @@ def planned_sweep(plan: RunPlan, batches: Sequence[Batch], share: float, cost: P
 
 
 def measured_sweep(plan: RunPlan, seconds: Mapping[Batch, Sequence[float]], share: float) -> SweepReport:
-    """From the seconds of every batch's steps, warm-up left out."""
-    work, steps = work_of(plan), {batch: StepSeconds.of(values) for batch, values in seconds.items()}
+    """Report measured batches, from the seconds of every batch's steps, warm-up left out."""
+    work = work_of(plan)
+    steps = {batch: StepSeconds.of(values) for batch, values in seconds.items()}
+    # All points give the best costs. Only points that a fit has not seen can tell how well it predicts.
     half = calibration_half(list(steps))
-    to_all, to_half = fitted_cost(plan, steps), fitted_cost(plan, {batch: steps[batch] for batch in half})
-    rows = [measured_row(batch, work, took, to_all, to_half, batch in half) for batch, took in steps.items()]
+    fitted_to_all = fitted_cost(plan, steps)
+    fitted_to_half = fitted_cost(plan, {batch: steps[batch] for batch in half})
+    rows = [
+        measured_row(batch, work, took, fitted_to_all, fitted_to_half, batch in half) for batch, took in steps.items()
+    ]
     speeds = {batch: tokens_per_second(batch, work, took.median) for batch, took in steps.items()}
-    return SweepReport(rows, share, recommended_start(speeds, share), to_all)
+    return SweepReport(rows, share, recommended_start(speeds, share), fitted_to_all)
 
 
 def fitted_cost(plan: RunPlan, steps: Mapping[Batch, StepSeconds]) -> PipelineCost:
-    """The costs that fit the medians best, shared among the stages by their operations."""
+    """Fit the costs to the medians; the stages share them by their operations."""
+    # A median leaves out the one step that another process of the machine has slowed.
     measured = [
         MeasuredStep(batch.micro_batch_size, batch.num_microbatches, took.median) for batch, took in steps.items()
     ]
@@ -76,7 +86,7 @@ def fitted_cost(plan: RunPlan, steps: Mapping[Batch, StepSeconds]) -> PipelineCo
 
 
 def as_section(report: SweepReport) -> Sweep:
-    """What a calibration file keeps of a measured sweep.
+    """Return what a calibration file keeps of a measured sweep.
 
     Raises:
         ValueError: nothing was measured.
@@ -92,7 +102,7 @@ def as_section(report: SweepReport) -> Sweep:
 
 
 def work_of(plan: RunPlan) -> Work:
-    """What a sample takes, and how many devices share it."""
+    """Gather what a sample of the plan takes, and how many devices share it."""
     return Work(
         seq_length=plan.run.megastable.model.seq_length,
         model_flops_per_sample=plan.model_flops_per_sample,

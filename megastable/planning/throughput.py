@@ -1,4 +1,4 @@
-"""A sweep over batches: which ones, what their measured steps say, and from which size on a ramp is worth starting.
+"""The batches of a sweep, and what the measured steps of each one say: its row.
 
 Three words, for m micro-batches on p stages:
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from megastable.core.batch_rampup import Batch
@@ -49,7 +49,7 @@ class StepSeconds:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> StepSeconds:
-        """Of at least one step."""
+        """Summarize at least one step."""
         return cls(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
 
 
@@ -73,19 +73,23 @@ class SweepRow:
 
     @property
     def error(self) -> float | None:
-        """Predicted over measured seconds, minus 1."""
+        """Compute predicted over measured seconds, minus 1; None where one of them is missing."""
         if self.step_seconds is None or self.predicted_step_seconds is None:
             return None
         return self.predicted_step_seconds / self.step_seconds.median - 1
 
 
+# Which batches are swept, and how often each is measured
+
+
 def parse_sizes(text: str, option: str) -> list[int]:
-    """Sizes that a person separated by commas, in rising order.
+    """Parse the sizes that a person separated by commas, and return them in rising order.
 
     Raises:
         UserError: an entry is no whole number from 1, or stands there twice.
     """
     words = [word.strip() for word in text.split(",")]
+    # isdigit alone also takes the digits of other scripts, and int refuses some of those, such as superscripts.
     if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
         raise UserError(f"{option} {text}: must be whole numbers from 1, separated by commas, e.g. 2,4,8")
     sizes = sorted(map(int, words))
@@ -98,7 +102,7 @@ def parse_sizes(text: str, option: str) -> list[int]:
 def sweep_batches(
     global_batch_sizes: Sequence[int], micro_batch_sizes: Sequence[int], data_parallel_size: int
 ) -> list[Batch]:
-    """Every global batch in every micro-batch size, ordered by micro-batch size and global batch.
+    """List every global batch in every micro-batch size, ordered by micro-batch size and global batch.
 
     Raises:
         UserError: one does not divide (all such pairs are named), or there are fewer than two to compare.
@@ -118,43 +122,54 @@ def sweep_batches(
 
 
 def steps_of_each(batches: Sequence[Batch], rounds: int) -> dict[Batch, int]:
-    """In how many of the rounds each batch is measured, so that the large ones do not take all the time.
+    """Decide in how many of the rounds each batch is measured, so that the large ones do not take all the time.
 
     A batch of k times the median's samples has a kth of the rounds, and no fewer than three (or all, where there are
     fewer rounds). A pure function of the sizes, so that all ranks agree.
     """
     median = statistics.median(batch.global_batch_size for batch in batches)
+    # Three is the least of which a median leaves out one slow step.
     least = min(LEAST_MEASURED_STEPS, rounds)
     return {batch: min(rounds, max(least, round(rounds * median / batch.global_batch_size))) for batch in batches}
 
 
 def takes_part(round_number: int, num_steps: int, rounds: int) -> bool:
-    """Whether this round (from 1) is one of the ``num_steps`` in which a batch is measured; they are evenly spread."""
-    return round_number * num_steps // rounds > (round_number - 1) * num_steps // rounds
+    """Tell whether a batch is measured in this round (from 1), so that its ``num_steps`` are evenly spread."""
+    # After each round a batch is due the whole part of its share so far; it is measured where that has grown.
+    due_before = (round_number - 1) * num_steps // rounds
+    due_now = round_number * num_steps // rounds
+    return due_now > due_before
 
 
 def calibration_half(batches: Sequence[Batch]) -> list[Batch]:
-    """The points that a prediction of the others is fitted to.
+    """Choose the points to fit a prediction of the others to.
 
-    Of every micro-batch size every other global batch, from the smallest on. All of them where that leaves fewer than
-    two, and nothing to check on.
+    They are, of every micro-batch size, every other global batch from the smallest on. Where that leaves fewer than two
+    they are all points, and no point is left to check on.
     """
+    # From the smallest on, so that the fit has the end where the fixed cost weighs most; every size, for its slope.
     ordered = sorted(batches, key=lambda batch: (batch.micro_batch_size, batch.global_batch_size))
     groups = (list(group) for _, group in groupby(ordered, key=lambda batch: batch.micro_batch_size))
     half = [batch for group in groups for batch in group[::2]]
     return half if len(half) > 1 else ordered
 
 
+# What is said of each
+
+
 def planned_row(batch: Batch, work: Work, cost: PipelineCost | None = None) -> SweepRow:
-    """A row without measured values, predicted where a cost is known."""
+    """Build a row without measured values, predicted where a cost is known."""
     idle = bubble(work.num_stages, batch.num_microbatches)
+    predicted = None
+    if cost is not None:
+        predicted = cost.step_seconds(batch.micro_batch_size, batch.num_microbatches)
     return SweepRow(
         batch.global_batch_size,
         batch.micro_batch_size,
         batch.num_microbatches,
         bubble=idle,
         limit=1 - idle,
-        predicted_step_seconds=cost.step_seconds(batch.micro_batch_size, batch.num_microbatches) if cost else None,
+        predicted_step_seconds=predicted,
     )
 
 
@@ -162,53 +177,53 @@ def measured_row(
     batch: Batch, work: Work, seconds: StepSeconds, fitted_to_all: PipelineCost, fitted_to_half: PipelineCost,
     calibrated_on: bool,
 ) -> SweepRow:  # fmt: skip
-    """A row of a measured batch.
+    """Build the row of a measured batch.
 
     Args:
         fitted_to_all: the costs that give the peak.
         fitted_to_half: those that predict.
         calibrated_on: the latter have seen this batch.
     """
-    row, size = planned_row(batch, work, fitted_to_half), batch.global_batch_size
-    peak = (
-        work.data_parallel_size
-        * batch.micro_batch_size
-        / fitted_to_all.passes(batch.micro_batch_size).slowest_stage
-    )  # fmt: skip
+    row = planned_row(batch, work, fitted_to_half)
+    # Without bubble, all replicas finish a micro-batch each time the slowest stage has done both its passes.
+    samples_per_slot = work.data_parallel_size * batch.micro_batch_size
+    peak = samples_per_slot / fitted_to_all.passes(batch.micro_batch_size).slowest_stage
 
     def tflops(flops_per_sample: int) -> float:
-        return tflops_per_device(flops_per_sample, size, seconds.median, work.num_devices)
+        return tflops_per_device(flops_per_sample, batch.global_batch_size, seconds.median, work.num_devices)
 
-    return SweepRow(
-        row.global_batch_size,
-        row.micro_batch_size,
-        row.num_microbatches,
-        bubble=row.bubble,
-        limit=row.limit,
+    return replace(
+        row,
         step_seconds=seconds,
         tokens_per_second=tokens_per_second(batch, work, seconds.median),
         tflops_per_device=tflops(work.model_flops_per_sample),
         hardware_tflops_per_device=tflops(work.hardware_flops_per_sample),
-        share_of_limit=size / seconds.median / (peak * row.limit),
-        predicted_step_seconds=row.predicted_step_seconds,
+        share_of_limit=batch.global_batch_size / seconds.median / (peak * row.limit),
         calibrated_on=calibrated_on,
     )
 
 
 def tokens_per_second(batch: Batch, work: Work, step_seconds: float) -> float:
-    """Of all devices together."""
+    """Compute the tokens that all devices together take a second."""
     return batch.global_batch_size * work.seq_length / step_seconds
 
 
+# What follows from all of them
+
+
 def recommended_start(speeds: Mapping[Batch, float], share: float) -> Batch | None:
-    """The smallest global batch whose speed is ``share`` of the top, in its fastest split; None of nothing.
+    """Choose the smallest global batch whose speed is ``share`` of the top, in its fastest split.
 
     Args:
         speeds: of every batch, in any unit that is the larger the better.
         share: 0 to 1; with 1 it is the fastest itself.
+
+    Returns:
+        None where there are no speeds.
     """
     if not speeds:
         return None
+    # Of equal global batches the fastest split comes first.
     enough = share * max(speeds.values())
     return min(
         (batch for batch, speed in speeds.items() if speed >= enough),
@@ -217,13 +232,13 @@ def recommended_start(speeds: Mapping[Batch, float], share: float) -> Batch | No
 
 
 def median_unseen_error(rows: Sequence[SweepRow]) -> float | None:
-    """Median size of the relative error of predicted steps, of the points that the prediction has not seen."""
+    """Compute the median relative error, without its sign, of the points that the prediction has not seen, if any."""
     errors = [abs(row.error) for row in rows if row.error is not None and not row.calibrated_on]
     return statistics.median(errors) if errors else None
 
 
 def errors_of(cost: PipelineCost, rows: Sequence[SweepRow]) -> list[float]:
-    """Predicted over measured seconds, minus 1, of every measured row, predicted from costs found elsewhere."""
+    """Compute predicted over measured seconds, minus 1, of every measured row, predicted from costs found elsewhere."""
     return [
         cost.step_seconds(row.micro_batch_size, row.num_microbatches) / row.step_seconds.median - 1
         for row in rows

@@ -20,6 +20,7 @@ from megastable.monitors import Monitors
 from megastable.planning.run_plan import RunPlan
 from megastable.training.console import make_display
 from megastable.training.loop import train_steps
+from megastable.training.metrics import STEP_METRICS
 from megastable.training.recorder import Recorder, SilentRecorder
 from megastable.training.report import conclusion, introduction
 from megastable.training.run_folder import RunFolder
@@ -33,21 +34,24 @@ def train(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | N
 
     Raises:
         UserError: the data cannot be read, does not fit the model or is not the checkpoint's; fp16 or a C++ compiler
-            is not to be had; the ranks do not agree on the data or the batches. Nothing is written into the run folder
-            then.
+            is not to be had; two metrics have one name; the ranks do not agree on the data or the batches. Nothing is
+            written into the run folder then.
     """
     settings = plan.run.megastable
     check_fp16_support(plan.run)
     check_compiler(plan.run)
+    monitors = Monitors(plan, STEP_METRICS)
+    # Before the ranks connect: tokenising a large corpus may take longer than a collective waits.
     corpus = prepare_corpus(settings.data, settings.model, show_progress=launch.rank == 0)
     if checkpoint is not None:
         check_same_corpus(read_manifest(checkpoint), corpus)
+    # A failure ends the process inside of the inner one: leaving the group in order would wait for peers that are gone.
     with connected(launch) as peers, reporting_failures(launch.rank, plan.layout, peers):
         check_equal_on_all_ranks(corpus.fingerprint, "the tokenised corpus of megastable.data")
         check_equal_on_all_ranks(
             settings.batch_rampup.model_dump_json(), "megastable.batch_rampup, with the micro-batch sizes chosen,"
         )
-        _train_connected(plan, launch, folder, checkpoint, corpus)
+        _train_connected(plan, launch, folder, checkpoint, corpus, monitors)
 
 
 def check_same_corpus(manifest: Manifest, corpus: Corpus) -> None:
@@ -63,37 +67,38 @@ def check_same_corpus(manifest: Manifest, corpus: Corpus) -> None:
         )
 
 
-def _train_connected(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | None, corpus: Corpus) -> None:
+def _train_connected(
+    plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | None, corpus: Corpus, monitors: Monitors
+) -> None:
+    """Build the engine, bring it to where the run starts from, and train."""
     engine = TrainingEngine(plan.run, plan.layout, plan.ramp, folder.path)
-    state, monitors = TrainingState(), Monitors(plan.run)
+    state = TrainingState()
     if checkpoint is not None:
         state = load_checkpoint(engine, checkpoint)
         monitors.load_state_dict(read_manifest(checkpoint).monitors)
+    # Written only now: a run that could not be built leaves the folder of an earlier one as it was.
     if launch.rank == 0:
         folder.write_config(plan.run)
-    recorder = _make_recorder(plan, launch, folder, engine, state)
-    with recorder:
-        weights = engine.weight_kinds() if checkpoint is None else []
-        for line in introduction(plan, corpus, folder, checkpoint, state, weights):
-            recorder.note(line)
-        saved_run = run_as_dict(plan.run)
-        last_eval_loss = train_steps(
-            plan,
-            engine,
-            corpus,
-            state,
-            recorder,
-            monitors,
-            save=lambda reached: save_checkpoint(
-                engine, folder.checkpoints, reached, saved_run, corpus.fingerprint, monitors.state_dict()
-            ),
+    saved_run = run_as_dict(plan.run)
+
+    def save(reached: TrainingState) -> Path:
+        return save_checkpoint(
+            engine, folder.checkpoints, reached, saved_run, corpus.fingerprint, monitors.state_dict()
         )
+
+    with _make_recorder(plan, launch, folder, engine, state) as recorder:
+        # On all ranks, since each has layers of its own; but weights of a checkpoint are not as they were drawn.
+        fresh_weights = engine.weight_kinds() if checkpoint is None else []
+        for line in introduction(plan, corpus, folder, checkpoint, state, fresh_weights):
+            recorder.note(line)
+        last_eval_loss = train_steps(plan, engine, corpus, state, recorder, monitors, save)
         recorder.note(conclusion(corpus, last_eval_loss))
 
 
 def _make_recorder(
     plan: RunPlan, launch: Launch, folder: RunFolder, engine: TrainingEngine, state: TrainingState
 ) -> Recorder | SilentRecorder:
+    """Make the recorder of this rank, on a run folder that holds nothing of the steps after ``state``."""
     if launch.rank != 0:
         return SilentRecorder()
     folder.drop_lines_after(state.step)

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress bar on a terminal, plain lines elsewhere."""
+"""Shows a person how a run goes: by a progress bar on a terminal, by plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megastable.core.records import Event
 from megastable.training.metrics import StepMetrics
 
 QUIET_EVENTS = ("overflow", "skip")
-"""Kinds that show in the line of the step itself."""
+"""Kinds of events that show in the line of the step itself."""
 
 
 class StepDisplay(Protocol):
-    """Shows steps as they come."""
+    """Shows steps and events of a run as they come."""
 
     def show(self, metrics: StepMetrics) -> None:
         """Show one step."""
         ...
 
-    def happened(self, event: Event) -> None:
+    def show_event(self, event: Event) -> None:
         """Show an event."""
         ...
 
@@ -38,22 +38,23 @@ class StepDisplay(Protocol):
 
 
 class PlainLines:
-    """A line every ``interval`` steps, at the first and the last, and where something happened."""
+    """Prints a line every ``interval`` steps, at the first and the last, and where a step was skipped or evaluated."""
 
     def __init__(self, total_steps: int, interval: int) -> None:
-        self._total_steps, self._interval = total_steps, interval
-        self._seconds_per_sample: float | None = None
-        self._first = True
+        self._total_steps = total_steps
+        self._interval = interval
+        self._is_first = True
 
     def show(self, metrics: StepMetrics) -> None:
         """Print the step where it is due."""
-        due = metrics.step % self._interval == 0 or metrics.step == self._total_steps or self._first
-        self._first = False
-        if due or metrics.skipped or metrics.eval_loss is not None:
+        is_due = metrics.step % self._interval == 0 or metrics.step == self._total_steps or self._is_first
+        self._is_first = False
+        if is_due or metrics.skipped or metrics.eval_loss is not None:
+            # Flushed, as every line here: a launcher reads through a pipe, which would hold back the last few kB.
             print(f"step {metrics.step}/{self._total_steps} | {summary(metrics)}", flush=True)
 
-    def happened(self, event: Event) -> None:
-        """Print a line, but for what the lines of steps say anyway."""
+    def show_event(self, event: Event) -> None:
+        """Print a line, unless the line of the step says the same."""
         if event.kind not in QUIET_EVENTS:
             print(f"step {event.step} {event.kind}: {event.text}", flush=True)
 
@@ -62,11 +63,11 @@ class PlainLines:
         print(text, flush=True)
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Leave the output as it is: every line is complete."""
 
 
 class ProgressBar:
-    """A bar with the time left, and the newest step in the line below it; evaluations stay above."""
+    """Draws a bar with the time left and the newest step below it; evaluations and events stay above for good."""
 
     def __init__(self, total_samples: int, consumed_samples: int) -> None:
         # In samples, not steps: under a ramp the later steps take longer, and the time left has to know.
@@ -76,21 +77,24 @@ class ProgressBar:
         self._task = self._progress.add_task("", total=total_samples, completed=consumed_samples)
         self._live = Live(self._progress, console=Console(highlight=False))
         self._live.start()
-        self._last_event = self._headroom = ""
+        self._headroom = ""
+        self._last_event = ""
 
     def show(self, metrics: StepMetrics) -> None:
-        """Move the bar."""
+        """Move the bar, and keep a line of a step that was skipped or evaluated."""
         text = f"step {metrics.step} | {summary(metrics)}"
         self._progress.update(self._task, completed=metrics.consumed_samples)
+        # Only watched steps measure the headroom; between them the line of the last one stays.
         if metrics.headroom is not None:
             self._headroom = f"headroom used {metrics.headroom:.1%} in {metrics.headroom_layer}"
-        below = [line for line in (text, self._headroom, self._last_event) if line]
-        self._live.update(Group(self._progress, *map(Text, below)))
+        # Text, not markup: a path with brackets would be read as a style.
+        below = [Text(line) for line in (text, self._headroom, self._last_event) if line]
+        self._live.update(Group(self._progress, *below))
         if metrics.skipped or metrics.eval_loss is not None:
             self._live.console.print(Text(text))
 
-    def happened(self, event: Event) -> None:
-        """Keep the newest below the bar, and warnings above it for good."""
+    def show_event(self, event: Event) -> None:
+        """Show the newest event below the bar, and above it those that no line of a step shows."""
         self._last_event = f"last event: {event.kind} at step {event.step}: {event.text}"
         if event.kind not in QUIET_EVENTS:
             self._live.console.print(Text(f"step {event.step} {event.kind}: {event.text}"))
@@ -105,24 +109,23 @@ class ProgressBar:
 
 
 def make_display(total_steps: int, total_samples: int, consumed_samples: int, interval: int) -> StepDisplay:
-    """The display that suits standard output."""
+    """Choose the display that suits standard output."""
     if sys.stdout.isatty():
         return ProgressBar(total_samples, consumed_samples)
     return PlainLines(total_steps, interval)
 
 
 def summary(metrics: StepMetrics) -> str:
-    """One step in a line."""
-    parts = [
-        f"loss {metrics.loss:.4f}",
-        f"grad norm {metrics.grad_norm:.3f}",
+    """Sum up one step in a line."""
+    parts = [f"loss {metrics.loss:.4f}", f"grad norm {metrics.grad_norm:.3f}"]
+    if metrics.loss_scale != 1.0:
+        parts.append(f"scale {metrics.loss_scale:g}")
+    parts += [
         f"batch {metrics.global_batch_size}",
         f"lr {metrics.lr:.2e}",
         f"{metrics.tokens_per_second:,.0f} tokens/s",
         f"{metrics.tflops_per_device:.3g} TFLOPs",
     ]
-    if metrics.loss_scale != 1.0:
-        parts.insert(2, f"scale {metrics.loss_scale:g}")
     if metrics.skipped:
         parts.append("SKIPPED: a gradient was not finite")
     if metrics.eval_loss is not None:

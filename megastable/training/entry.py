@@ -1,7 +1,4 @@
-"""The packages behind DeepSpeed's writers, which are installed only where they are wanted.
-
-A run from its arguments to its exit code. Everything that can be refused is refused before torch loads.
-"""
+"""Leads a run from its arguments to its exit code. Everything that can be refused is refused before torch loads."""
 
 from __future__ import annotations
 
@@ -22,27 +19,16 @@ from megastable.planning.micro_batches import with_chosen_micro_batches, with_re
 from megastable.planning.run_plan import RunPlan
 from megastable.training.run_folder import RunFolder, check_continues, checkpoint_to_load, checkpoint_to_resume
 
-PACKAGE_OF_SECTION = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
-
-
-def check_monitor_packages(run: RunConfig) -> None:
-    """Check that every enabled writer can be imported.
-
-    Raises:
-        UserError: a package is missing; the key and the command that installs it are named.
-    """
-    for section, package in PACKAGE_OF_SECTION.items():
-        if getattr(run, section).enabled and find_spec(package) is None:
-            raise UserError(f"{section}.enabled needs the package {package}: pip install {package}")
-
-
 EXIT_CODE_INTERRUPTED = 130
+"""Shells give 128 + 2 to a program that SIGINT (signal 2) has ended."""
 RANK_0_SPEAKS_FIRST_SECONDS = 5.0
+WRITER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+"""Section of the run file to the package behind DeepSpeed's writer of that name, which is no dependency of ours."""
 
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What the command line of a run asks for."""
+    """Holds what the command line of a run asks for."""
 
     run_file: Path
     overrides: Sequence[str] = ()
@@ -53,7 +39,7 @@ class RunRequest:
 
 
 def run_command(request: RunRequest) -> int:
-    """Train as requested; returns the exit code."""
+    """Train as requested and return the exit code."""
     try:
         _plan_and_train(request)
     except UserError as error:
@@ -67,9 +53,11 @@ def _plan_and_train(request: RunRequest) -> None:
     check_hostfile()
     launch = Launch.detect(os.environ)
     run = load_run_file(request.run_file, request.overrides, launch.world_size)
-    check_monitor_packages(run)
+    check_writer_packages(run)
     folder = RunFolder(request.run_dir or Path("runs") / request.run_file.stem)
     checkpoint = _find_checkpoint(request, folder, launch)
+    # Before the choice of micro-batches: a run goes on in those that were chosen for it, and not in what a calibration
+    # that has changed since would choose.
     if checkpoint is not None:
         run = _continuing(checkpoint, run, launch)
     run = with_chosen_micro_batches(run, launch.world_size)
@@ -80,16 +68,30 @@ def _plan_and_train(request: RunRequest) -> None:
     train(plan, launch, folder, checkpoint)
 
 
+def check_writer_packages(run: RunConfig) -> None:
+    """Check that the package of every enabled writer can be imported.
+
+    Raises:
+        UserError: a package is missing; the key and the command that installs it are named.
+    """
+    for section, package in WRITER_PACKAGES.items():
+        if getattr(run, section).enabled and find_spec(package) is None:
+            raise UserError(f"{section}.enabled needs the package {package}: pip install {package}")
+
+
 def _find_checkpoint(request: RunRequest, folder: RunFolder, launch: Launch) -> Path | None:
-    if not request.resume and launch.rank == 0:  # rank 0 alone: it starts to fill the folder while others look
-        folder.check_unused()
+    """Find the checkpoint that the run starts from; None for fresh weights."""
     if request.resume:
         return checkpoint_to_resume(folder, partial(_warn, launch))
-    return None if request.load is None else checkpoint_to_load(request.load)
+    if launch.rank == 0:  # the others may look when rank 0 has begun to fill the folder
+        folder.check_unused()
+    if request.load is not None:
+        return checkpoint_to_load(request.load)
+    return None
 
 
 def _continuing(checkpoint: Path, run: RunConfig, launch: Launch) -> RunConfig:
-    """The run as it continues the checkpoint: in the micro-batches that were chosen for it."""
+    """Return the run as it continues the checkpoint: in the micro-batches that were chosen for it."""
     manifest = read_manifest(checkpoint)
     run = with_recorded_micro_batches(run, manifest.run)
     check_continues(manifest, run, launch.world_size, partial(_warn, launch))
@@ -102,7 +104,8 @@ def _warn(launch: Launch, text: str) -> None:
 
 
 def refuse(error: UserError) -> int:
-    """Print what a user has to mend, once for all ranks of a launch; returns the exit code."""
+    """Print what a user has to mend, once for all ranks of a launch, and return the exit code."""
+    # Read from the environment, since an error may be that the launch could not be detected.
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     if rank != "0":
         # All ranks find the same fault. A launcher ends the others with the first that exits: let rank 0 speak.

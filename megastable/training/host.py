@@ -1,11 +1,11 @@
-"""This machine's processor and memory, as they are shared among the processes of a run.
+"""Finds out what this machine has: processor and memory, GPUs, text files, and the speed of its CPU.
 
-The GPUs of this machine, asked of the driver's own tool: torch would take seconds to load.
+Planning and preflight touch no hardware; the command line hands them what is found here. Nothing loads torch or numpy
+before it is needed, since ``megastable check`` and ``plan`` answer in less time than torch takes to load.
 """
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import subprocess
@@ -14,56 +14,52 @@ from pathlib import Path
 
 import psutil
 
-from megastable.config import HfSourceConfig, SourceConfig
+from megastable.config import SourceConfig
 from megastable.core.errors import UserError
+from megastable.core.host import usable_cpus
 from megastable.planning.calibration import CalibrationFile
 from megastable.planning.preflight.review import Gpu, LocalText
 from megastable.planning.run_plan import RunPlan
 
 GIB = 2**30
-
-
-def cpu_name() -> str:
-    """The maker's name and the number of cores that the system counts."""
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    name = found.group(1).strip() if found else platform.processor() or platform.machine()
-    return f"{name}, {os.cpu_count()} cores"
-
-
-def memory_gib_per_process(num_processes: int) -> float:
-    """The machine's memory in equal shares."""
-    return float(psutil.virtual_memory().total) / num_processes / GIB
-
-
-def threads_per_process(num_processes: int) -> int:
-    """As a launch of so many processes on one machine sets them; see ``engine.process_group``."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdigit() else max(1, (os.cpu_count() or 1) // num_processes)
-
-
-QUERY = ("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
+GPU_QUERY = ("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
 TIME_LIMIT_SECONDS = 5
 
 
+def cpu_name() -> str:
+    """Return the maker's name of the processor and the number of cores that this process may use."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:  # another system than Linux
+        found = None
+    name = found.group(1).strip() if found else platform.processor() or platform.machine()
+    return f"{name}, {usable_cpus()} cores"
+
+
+def memory_gib_per_process(num_processes: int) -> float:
+    """Divide the machine's memory into equal shares."""
+    return float(psutil.virtual_memory().total) / num_processes / GIB
+
+
 def _ask_driver() -> str:
-    answer = subprocess.run(QUERY, capture_output=True, text=True, timeout=TIME_LIMIT_SECONDS, check=True)
+    """Ask the driver's tool for its GPUs: torch would take seconds to load for the same answer."""
+    answer = subprocess.run(GPU_QUERY, capture_output=True, text=True, timeout=TIME_LIMIT_SECONDS, check=True)
     return answer.stdout
 
 
 def installed_gpus(ask: Callable[[], str] = _ask_driver) -> tuple[Gpu, ...]:
-    """One of every kind of GPU here; none where there is no driver or it does not answer."""
+    """Return one of every kind of GPU here; none where no driver is installed or it does not answer."""
     try:
         lines = ask().splitlines()
     except (OSError, subprocess.SubprocessError):
         return ()
-    found = dict.fromkeys(gpu for line in lines if (gpu := _read_line(line)) is not None)
-    return tuple(found)
+    # Eight equal GPUs are one thing to review, not eight.
+    gpus = [_read_gpu(line) for line in lines]
+    return tuple(dict.fromkeys(gpu for gpu in gpus if gpu is not None))
 
 
-def _read_line(line: str) -> Gpu | None:
+def _read_gpu(line: str) -> Gpu | None:
+    """Read ``NVIDIA H200, 9.0``; None for a line of another form, such as an error of the driver's."""
     name, _, capability = line.rpartition(",")
     major, _, minor = capability.strip().partition(".")
     if not (name and major.isdigit() and minor.isdigit()):
@@ -72,17 +68,17 @@ def _read_line(line: str) -> Gpu | None:
 
 
 def look_at_text(source: SourceConfig) -> LocalText | None:
-    """Count the files and bytes of a source of text files; None for other sources, which might need a download."""
-    if isinstance(source, HfSourceConfig):
-        return None
-    from megastable.data.sources import TextFiles, open_source  # loads numpy
+    """Count the documents and bytes of a source; None where that takes a download or reading all of it."""
+    from megastable.data.sources import SOURCES, open_source  # loads numpy
 
+    if SOURCES[source.type].may_download:
+        return None
     try:
-        files = open_source(source)
+        documents = open_source(source)
+        num_bytes = documents.num_bytes()
     except UserError as error:
         return LocalText(0, 0, fault=str(error))
-    assert isinstance(files, TextFiles)
-    return LocalText(len(files), files.num_bytes())
+    return None if num_bytes is None else LocalText(len(documents), num_bytes)
 
 
 def probe_this_cpu(plan: RunPlan) -> CalibrationFile:

@@ -1,8 +1,8 @@
-"""The training loop."""
+"""Runs the steps of a training run, one after the other, with all that belongs to a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megastable.core.batch_rampup import Batch
@@ -10,6 +10,7 @@ from megastable.core.errors import RunStoppedError
 from megastable.core.records import Event, TrainingState
 from megastable.data import (
     Corpus,
+    MicroBatch,
     SampleOrder,
     evaluation_micro_batches,
     num_evaluation_micro_batches,
@@ -45,43 +46,46 @@ def train_steps(
     Raises:
         RunStoppedError: a monitor or the consistency check stops the run; on all ranks.
     """
-    settings, last_eval_loss = plan.run.megastable, None
+    settings = plan.run.megastable
     order = SampleOrder(len(corpus.train), settings.training.seed)
+    last_eval_loss: float | None = None
     while state.step < plan.length.total_steps:
+        # Samples are the clock: all consumed ones of batch and data, those of applied updates of the learning rate. So
+        # a skipped step moves on in the data and leaves the learning rate alone.
         batch = engine.rampup_hook.before_step(state.consumed_samples)
-        lr = plan.learning_rate(state.applied_samples, batch)
-        micro_batches = (
-            training_micro_batches(
-                corpus.train, order, batch, state.consumed_samples, engine.replica, plan.layout.data_parallel_size
-            )
-            if engine.needs_data
-            else None
-        )
-        is_last = state.step + 1 == plan.length.total_steps
-        watch = monitors.want_a_look or _is_due(state.step + 1, settings.monitors.interval, is_last)
-        result = engine.train_batch(micro_batches, lr, watch)
+        learning_rate = plan.learning_rate(state.applied_samples, batch)
+        micro_batches = _training_data(plan, engine, corpus, order, batch, state.consumed_samples)
+        watch = monitors.should_watch_next_step or _is_due(plan, state.step + 1, settings.monitors.interval)
+        result = engine.train_batch(micro_batches, learning_rate, watch)
         state = state.advance(batch, result, settings.model.seq_length)
-        seen = Seen(state, batch, result)
-        events, consistency_seconds = monitors.observe(seen), None
-        if _is_due(state.step, settings.monitors.consistency_interval, is_last):
+
+        # All that decides from here on is the same on every rank: they stop, evaluate and save together or not at all.
+        seen = Seen(state, batch, learning_rate, result)
+        events = monitors.observe(seen)
+        consistency_seconds = None
+        if _is_due(plan, state.step, settings.monitors.consistency_interval):
             differences, consistency_seconds = engine.check_consistency()
             if differences:
-                events.append(seen.event(STOP, UNEQUAL_WEIGHTS + "".join(f"\n  {line}" for line in differences)))
+                events.append(_unequal_weights(seen, differences))
 
-        evaluate_now = _is_due(state.step, settings.training.eval_interval, is_last) and len(corpus.validation) > 0
-        eval_loss = evaluate(plan, engine, corpus, batch) if evaluate_now else None
-        last_eval_loss = last_eval_loss if eval_loss is None else eval_loss
-        metrics = StepMetrics.of(plan, state, batch, lr, result, eval_loss, monitors.values(), consistency_seconds)
-        recorder.record(metrics)
+        eval_loss = None
+        if _is_due(plan, state.step, settings.training.eval_interval) and len(corpus.validation) > 0:
+            eval_loss = evaluate(plan, engine, corpus, batch)
+            last_eval_loss = eval_loss
+
+        recorder.record(
+            StepMetrics.of(plan, state, batch, learning_rate, result, eval_loss, monitors.values(), consistency_seconds)
+        )
         for event in events:
-            recorder.happened(event)
-        stop_if_told(events)
-        if _is_due(state.step, settings.checkpoint.save_interval, is_last):
+            recorder.record_event(event)
+        # Recorded first, so that files and terminal show why; not saved, since a resume would begin with these weights.
+        stop_on_stop_event(events)
+        if _is_due(plan, state.step, settings.checkpoint.save_interval):
             recorder.note(f"saved {save(state)}")
     return last_eval_loss
 
 
-def stop_if_told(events: list[Event]) -> None:
+def stop_on_stop_event(events: list[Event]) -> None:
     """End the run where an event says so.
 
     Raises:
@@ -93,17 +97,37 @@ def stop_if_told(events: list[Event]) -> None:
 
 
 def evaluate(plan: RunPlan, engine: TrainingEngine, corpus: Corpus, batch: Batch) -> float:
-    """Token mean of the validation loss, in micro-batches of the current size. Collective."""
-    size, most, replicas = (
-        batch.micro_batch_size,
-        plan.run.megastable.training.eval_samples,
-        plan.layout.data_parallel_size,
-    )
-    data = (
-        evaluation_micro_batches(corpus.validation, size, most, engine.replica, replicas) if engine.needs_data else None
-    )
-    return engine.evaluate(data, num_evaluation_micro_batches(corpus.validation, size, most, replicas))
+    """Compute the token mean of the validation loss, in micro-batches of the current size. Collective."""
+    size = batch.micro_batch_size  # an evaluation runs through the same pipeline, which is set to this size
+    most = plan.run.megastable.training.eval_samples
+    replicas = plan.layout.data_parallel_size
+    micro_batches = None  # as in training, the stages between the first and the last read no data
+    if engine.needs_data:
+        micro_batches = evaluation_micro_batches(corpus.validation, size, most, engine.replica, replicas)
+    return engine.evaluate(micro_batches, num_evaluation_micro_batches(corpus.validation, size, most, replicas))
 
 
-def _is_due(step: int, interval: int, is_last: bool) -> bool:
+def _training_data(
+    plan: RunPlan,
+    engine: TrainingEngine,
+    corpus: Corpus,
+    order: SampleOrder,
+    batch: Batch,
+    consumed_samples: int,
+) -> Iterator[MicroBatch] | None:
+    """Return this rank's micro-batches of a step; None on ranks of the stages between the first and the last."""
+    if not engine.needs_data:
+        return None
+    replicas = plan.layout.data_parallel_size
+    return training_micro_batches(corpus.train, order, batch, consumed_samples, engine.replica, replicas)
+
+
+def _unequal_weights(seen: Seen, differences: list[str]) -> Event:
+    lines = "".join(f"\n  {line}" for line in differences)
+    return seen.event(STOP, UNEQUAL_WEIGHTS + lines)
+
+
+def _is_due(plan: RunPlan, step: int, interval: int) -> bool:
+    """Tell whether something is due at the end of ``step``: every ``interval`` steps and at the last; never for 0."""
+    is_last = step == plan.length.total_steps
     return interval > 0 and (step % interval == 0 or is_last)

@@ -1,11 +1,11 @@
-"""One object a step, the same for metrics.jsonl, the writers and the terminal."""
+"""Gathers the values of a step in one object, the same for metrics.jsonl, the writers and the terminal."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from megastable.core.batch_rampup import Batch
@@ -17,7 +17,7 @@ from megastable.planning.run_plan import RunPlan
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """The values of one step; ``step`` and the consumed counts are those after it (the first step is 1)."""
+    """Holds the values of one step; ``step`` and the consumed counts are those after it (the first step is 1)."""
 
     step: int
     consumed_samples: int
@@ -41,8 +41,8 @@ class StepMetrics:
     skipped_steps: int
     """So far."""
     eval_loss: float | None = None
-    loss_volatility: float | None = None
-    """Robust standard deviation of the loss from step to step."""
+    monitored: Mapping[str, float] = field(default_factory=dict)
+    """What the monitors measured, by name. In files these names stand beside those of the step."""
     headroom: float | None = None
     """This and the rest only on watched steps, see ``core.records.Watched``."""
     headroom_layer: str | None = None
@@ -68,14 +68,15 @@ class StepMetrics:
         consistency_seconds: float | None = None,
     ) -> StepMetrics:
         """Gather the values of the step that led to ``state``; ``monitored`` are those of the monitors."""
-        seconds, devices = result.step_seconds, plan.layout.world_size
-        extra: dict[str, Any] = {**(monitored or {}), **(asdict(result.watched) if result.watched else {})}
-        tokens = batch.global_batch_size * plan.run.megastable.model.seq_length
+        seconds = result.step_seconds
+        devices = plan.layout.world_size
+        samples = batch.global_batch_size  # this step's, which a ramp changes
+        watched: dict[str, Any] = {} if result.watched is None else asdict(result.watched)
         return cls(
             step=state.step,
             consumed_samples=state.consumed_samples,
             consumed_tokens=state.consumed_tokens,
-            global_batch_size=batch.global_batch_size,
+            global_batch_size=samples,
             micro_batch_size=batch.micro_batch_size,
             num_microbatches=batch.num_microbatches,
             lr=lr,
@@ -84,41 +85,53 @@ class StepMetrics:
             loss_scale=result.loss_scale,
             skipped=result.skipped,
             step_seconds=seconds,
-            tokens_per_second=tokens / seconds,
-            tflops_per_device=tflops_per_device(plan.model_flops_per_sample, batch.global_batch_size, seconds, devices),
-            hardware_tflops_per_device=tflops_per_device(
-                plan.hardware_flops_per_sample, batch.global_batch_size, seconds, devices
-            ),
+            tokens_per_second=samples * plan.run.megastable.model.seq_length / seconds,
+            tflops_per_device=tflops_per_device(plan.model_flops_per_sample, samples, seconds, devices),
+            hardware_tflops_per_device=tflops_per_device(plan.hardware_flops_per_sample, samples, seconds, devices),
             clip_coefficient=clip_coefficient(result.grad_norm, plan.run.clip_norm),
             skipped_steps=state.skipped_steps,
             eval_loss=eval_loss,
+            monitored=monitored or {},
             consistency_seconds=consistency_seconds,
-            **extra,
+            **watched,
         )
 
     def to_json(self) -> str:
-        """One line of JSON. A value that is not finite is null, since JSON has no word for it."""
+        """Return one line of JSON. A value that is not finite is null, since JSON has no word for it."""
         return json.dumps(finite_or_none(self.given()))
 
     def given(self) -> dict[str, Any]:
-        """The values that this step has."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """Return the values that this step has, those of the monitors among them."""
+        values: dict[str, Any] = {}
+        # In the order of the fields: loss_volatility stands where it stood when it was a field itself.
+        for name, value in asdict(self).items():
+            if name == "monitored":
+                values.update(value)
+            elif value is not None:
+                values[name] = value
+        return values
 
     def numbers(self) -> dict[str, float]:
-        """Every number of this step by a path such as ``layers/block_0/grad_norm``."""
+        """Return every number of this step by a path such as ``layers/block_0/grad_norm``."""
         return dict(_numbers(self.given(), ""))
 
 
-def _numbers(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
+STEP_METRICS = frozenset(metric.name for metric in fields(StepMetrics) if metric.name != "monitored")
+"""Names that are in use in metrics.jsonl before any monitor adds its own."""
+
+
+def _numbers(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _numbers(value, f"{prefix}{name}/")
-        elif not isinstance(value, str):
+        elif not isinstance(value, str):  # whether a step was skipped is 0 or 1
             yield f"{prefix}{name}", float(value)
 
 
 def finite_or_none(value: Any) -> Any:
-    """``value``, and in dictionaries what they hold, with None for numbers that JSON has no word for."""
+    """Replace numbers that are not finite by None, in ``value`` itself and in the dictionaries that it holds."""
     if isinstance(value, dict):
         return {name: finite_or_none(inner) for name, inner in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,4 +1,4 @@
-"""Writes every step's metrics to all sinks; only rank 0 has one that does anything."""
+"""Writes every step's metrics to all sinks; only rank 0 has a recorder that does anything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megastable.training.metrics import StepMetrics, finite_or_none
 
 
 class Writers(Protocol):
-    """DeepSpeed's monitor: TensorBoard, W&B, Comet and CSV, whichever the run file enables."""
+    """Describes DeepSpeed's monitor: TensorBoard, W&B, Comet and CSV, whichever the run file enables."""
 
     enabled: bool
 
@@ -24,7 +24,7 @@ class Writers(Protocol):
 
 
 class Recorder:
-    """metrics.jsonl, events.jsonl, the writers and the display, fed from the same values."""
+    """Feeds metrics.jsonl, events.jsonl, the writers and the display from the same values."""
 
     def __init__(self, metrics_file: Path, events_file: Path, writers: Writers, display: StepDisplay) -> None:
         self._file = open(metrics_file, "a", encoding="utf-8")  # noqa: SIM115  # closed by __exit__
@@ -35,18 +35,19 @@ class Recorder:
     def record(self, metrics: StepMetrics) -> None:
         """Write one step everywhere."""
         self._file.write(metrics.to_json() + "\n")
-        self._file.flush()
+        self._file.flush()  # a killed run keeps every step that it finished, and `megastable watch` sees it at once
         if self._writers.enabled:
-            values, samples = metrics.numbers(), metrics.consumed_samples
-            del values["consumed_samples"]
-            self._writers.write_events([(f"Train/{name}", value, samples) for name, value in values.items()])
+            numbers = metrics.numbers()
+            del numbers["consumed_samples"]  # the writers' axis
+            triples = [(f"Train/{name}", value, metrics.consumed_samples) for name, value in numbers.items()]
+            self._writers.write_events(triples)
         self._display.show(metrics)
 
-    def happened(self, event: Event) -> None:
+    def record_event(self, event: Event) -> None:
         """Write an event, and show it."""
         self._events.write(json.dumps(finite_or_none(asdict(event))) + "\n")
         self._events.flush()
-        self._display.happened(event)
+        self._display.show_event(event)
 
     def note(self, text: str) -> None:
         """Show a line of text."""
@@ -64,16 +65,16 @@ class Recorder:
 
 
 class SilentRecorder:
-    """The recorder of all other ranks."""
+    """Takes the recorder's place on all other ranks, which have the same values, and does nothing."""
 
     def record(self, metrics: StepMetrics) -> None:
-        """Rank 0 does it."""
+        """Leave the step to rank 0."""
 
-    def happened(self, event: Event) -> None:
-        """Rank 0 does it."""
+    def record_event(self, event: Event) -> None:
+        """Leave the event to rank 0."""
 
     def note(self, text: str) -> None:
-        """Rank 0 does it."""
+        """Leave the line to rank 0."""
 
     def __enter__(self) -> SilentRecorder:
         return self

@@ -1,4 +1,4 @@
-"""The folder of a run: its config, its metrics and its checkpoints; and where a run starts from."""
+"""Keeps the folder of a run: its config, metrics and checkpoints; and finds what a run may start from."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megastable.config.run_config import differences, run_as_dict
 from megastable.config.stages import StageCut
 from megastable.core.checkpoint_folder import Manifest, newest_complete, read_manifest, step_folders
 from megastable.core.errors import UserError
+from megastable.core.run_paths import RunPaths
 
-# What a checkpoint's weights, optimizer and data position mean depends on these; another value is another run.
 FIXED_KEYS = (
     "megastable.model",
     "megastable.pipeline.num_stages",
@@ -30,20 +30,17 @@ FIXED_KEYS = (
     "bf16.enabled",
     "data_types",
 )
-# Inside a fixed section, but about how the same numbers are computed.
+"""What a checkpoint's weights, optimizer and data position mean depends on these; another value is another run."""
 FREE_KEYS = ("megastable.model.compile",)
+"""Keys inside a fixed section that only say how the same numbers are computed."""
 PARTITION = "megastable.pipeline.partition"
 
 
-class RunFolder:
-    """``config.json``, ``metrics.jsonl`` and ``checkpoints/`` of one run. Written by rank 0 only."""
+class RunFolder(RunPaths):
+    """Keeps the files of one run whole.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.config = path / "config.json"
-        self.metrics = path / "metrics.jsonl"
-        self.events = path / "events.jsonl"
-        self.checkpoints = path / "checkpoints"
+    Only rank 0 writes into the folder.
+    """
 
     def check_unused(self) -> None:
         """Refuse to write a new run over an old one.
@@ -56,6 +53,7 @@ class RunFolder:
                 f"{self.path} already holds a run. Continue it with --resume, or write to another folder with "
                 "--run-dir PATH"
             )
+        # An empty file is of a run that ended before its first step: nothing is lost with it.
         if self.metrics.exists() and self.metrics.stat().st_size > 0:
             raise UserError(
                 f"{self.path} already holds a run, which saved no checkpoint. Remove the folder, or write to another "
@@ -65,6 +63,7 @@ class RunFolder:
     def write_config(self, run: RunConfig) -> None:
         """Write ``config.json``: the run file with defaults filled in and every ``--set`` applied."""
         self.path.mkdir(parents=True, exist_ok=True)
+        # By another name first: whoever watches the folder never reads half a file.
         written = self.config.with_suffix(".tmp")
         written.write_text(json.dumps(run_as_dict(run), indent=2) + "\n", encoding="utf-8")
         os.replace(written, self.config)
@@ -81,8 +80,11 @@ def _drop_lines_after(path: Path, step: int) -> None:
     superseded: list[str] = []
     text = path.read_text(encoding="utf-8")
     for line in text.splitlines():
-        (kept if _is_step_up_to(line, step) else superseded).append(f"{line}\n")
-    if superseded or (text and not text.endswith("\n")):  # a kill may cut the last line short, or only its end
+        lines = kept if _is_step_up_to(line, step) else superseded
+        lines.append(f"{line}\n")
+    # A kill may cut the last line short, or take its newline alone; the next line would be joined to it.
+    lacks_newline = text != "" and not text.endswith("\n")
+    if superseded or lacks_newline:
         with open(path.with_suffix(".superseded.jsonl"), "a", encoding="utf-8") as file:
             file.writelines(superseded)
         written = path.with_suffix(".tmp")
@@ -91,10 +93,10 @@ def _drop_lines_after(path: Path, step: int) -> None:
 
 
 def checkpoint_to_resume(folder: RunFolder, warn: Callable[[str], None]) -> Path:
-    """The newest complete checkpoint of the run folder.
+    """Find the newest complete checkpoint of the run folder.
 
     Raises:
-        UserError: there is none.
+        UserError: no checkpoint in it is complete.
     """
     found = newest_complete(folder.checkpoints, warn)
     if found is None:
@@ -103,19 +105,19 @@ def checkpoint_to_resume(folder: RunFolder, warn: Callable[[str], None]) -> Path
 
 
 def checkpoint_to_load(path: Path) -> Path:
-    """The checkpoint folder that ``--load`` names.
+    """Check the checkpoint folder that ``--load`` names, and return its absolute path.
 
     Raises:
         UserError: it is no complete checkpoint.
     """
     if not path.is_dir():
         raise UserError(f"--load: {path} is not a folder; name a checkpoint like runs/x/checkpoints/step_00000010")
-    read_manifest(path)
+    read_manifest(path)  # raises where a file is missing or cut short
     return path.resolve()
 
 
 def check_continues(manifest: Manifest, run: RunConfig, world_size: int, warn: Callable[[str], None]) -> None:
-    """Check that ``run`` on ``world_size`` processes continues the checkpoint; say what else has changed.
+    """Check that ``run`` on ``world_size`` processes continues the checkpoint, and warn of what else has changed.
 
     Raises:
         UserError: the layout or a key on which the checkpoint's meaning depends differs; all of them are named.
@@ -137,29 +139,41 @@ def check_continues(manifest: Manifest, run: RunConfig, world_size: int, warn: C
 
 
 def _is_fixed(key: str) -> bool:
-    """True for a fixed key, what lies in it, and a section around it that is missing as a whole."""
-    return any(f"{key}.".startswith(f"{fixed}.") or fixed.startswith(f"{key}.") for fixed in FIXED_KEYS)
+    """Tell whether ``key`` is fixed, lies in a fixed section, or is a section around a fixed key.
+
+    The last is what ``differences`` names where one of the two runs lacks the section as a whole.
+    """
+    for fixed in FIXED_KEYS:
+        lies_inside = key == fixed or key.startswith(f"{fixed}.")
+        lies_around = fixed.startswith(f"{key}.")
+        if lies_inside or lies_around:
+            return True
+    return False
 
 
 def _other_cut(old: dict[str, Any], run: RunConfig) -> Iterator[str]:
-    """A stage of the checkpoint has the weights of its own layers; ``balanced`` also depends on recomputation.
+    """Yield a fault where the stages of the checkpoint hold other layers than those of ``run``.
 
-    Only told where model and number of stages, which are compared by themselves, are the same.
+    Comparing the keys would not do: two of them may give the same cut, and ``balanced`` gives another one where blocks
+    are recomputed. Another number of stages is left to the comparison of keys.
     """
     sections = run.megastable
     pipeline = old.get("megastable", {}).get("pipeline", {})
     if sections.pipeline.num_stages == 1 and pipeline.get("num_stages", 1) == 1:
         return
     if "partition" not in pipeline:
+        # What the default was then is not known here.
         yield f"  {PARTITION}: not in the checkpoint, which is of an older version"
         return
     try:
+        # Through JSON text, in which a list may stand for a tuple: the sections are strict about types.
         before = PipelineConfig.model_validate_json(json.dumps(pipeline))
     except ValidationError:
         yield f"  {PARTITION}: the checkpoint's pipeline section is of another version"
         return
     if before.num_stages != sections.pipeline.num_stages:
         return
+    # Both for the model of now; another model is a fault by itself.
     was = StageCut.of(sections.model, before, sections.tensor_parallel)
     now = StageCut.of(sections.model, sections.pipeline, sections.tensor_parallel)
     if was.bounds != now.bounds:
@@ -170,6 +184,7 @@ def _other_cut(old: dict[str, Any], run: RunConfig) -> Iterator[str]:
 
 
 def _layout_of(run: dict[str, Any], world_size: int) -> str:
+    # A checkpoint's run may be of a version that did not have the key.
     sections = run.get("megastable", {})
     stages = sections.get("pipeline", {}).get("num_stages", 1)
     tensor = sections.get("tensor_parallel", {}).get("size", 1)

@@ -20,7 +20,7 @@ def write_documents(folder: Path, documents: Mapping[str, str] = DOCUMENTS) -> P
 
 
 def text_data(path: Path, cache_dir: Path, **changes: Any) -> DataConfig:
-    """Settings that read text files as bytes, with ``changes``."""
+    """Make settings that read text files as bytes, with ``changes``."""
     settings: dict[str, Any] = {
         "source": {"type": "text", "path": str(path)},
         "tokenizer": {"type": "bytes"},
@@ -31,7 +31,7 @@ def text_data(path: Path, cache_dir: Path, **changes: Any) -> DataConfig:
 
 
 def tiny_model(**changes: Any) -> ModelConfig:
-    """A model of 8-token samples and room for the byte tokenizer, with ``changes``."""
+    """Make a model of 8-token samples and room for the byte tokenizer, with ``changes``."""
     settings: dict[str, Any] = {
         "num_layers": 1,
         "hidden_size": 8,

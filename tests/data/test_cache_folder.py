@@ -13,7 +13,7 @@ from megastable.data import prepare_corpus
 from megastable.data.cache_folder import build_once
 from tests.data.data_examples import text_data, tiny_model, write_documents
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[2]
 TIME_LIMIT_SECONDS = 60
 
 Worker = subprocess.Popen[str]
@@ -26,7 +26,7 @@ def folders(cache_dir: Path) -> list[str]:
 def wait_until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + TIME_LIMIT_SECONDS
     while not condition():
-        assert time.monotonic() < end, "it never happened"
+        assert time.monotonic() < end, "the condition was never met"
         time.sleep(0.02)
 
 
@@ -37,7 +37,7 @@ def documents(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path, documents: Path) -> Iterator[Callable[[], Worker]]:
-    """Starts a worker that ends its build when ``tmp_path / "release"`` exists; none outlives the test."""
+    """Start a worker that ends its build when ``tmp_path / "release"`` exists; none outlives the test."""
     workers: list[Worker] = []
 
     def start_worker() -> Worker:
@@ -60,7 +60,7 @@ def start(tmp_path: Path, documents: Path) -> Iterator[Callable[[], Worker]]:
 
 
 def builders(tmp_path: Path) -> list[int]:
-    """Process ids of the workers that have built all but the end, in order."""
+    """List the process ids of the workers that have built all but the end, in order."""
     log = tmp_path / "log"
     return [int(line) for line in log.read_text().splitlines()] if log.exists() else []
 

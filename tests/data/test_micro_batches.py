@@ -26,7 +26,7 @@ SIZES = st.integers(1, 4)
 
 
 def tokens_in_a_row(num_tokens: int = NUM_TOKENS) -> TokenDataset:
-    """Token i is i, so an input tells which sample it is of."""
+    """Make a dataset whose token i is i, so that an input shows which sample it is of."""
     return TokenDataset(np.arange(num_tokens, dtype=np.uint16), SEQ_LENGTH, EOD)
 
 
@@ -40,12 +40,12 @@ def all_replicas(batch: Batch, consumed_samples: int, num_replicas: int) -> list
 
 
 def token_losses(input_ids: torch.Tensor) -> torch.Tensor:
-    """A made-up loss of each token, unequal enough for any wrong weight to show."""
+    """Make up a loss of each token, unequal enough for any wrong weight to show."""
     return torch.sin(input_ids.double() * 12.9898) + 2 + input_ids % 3
 
 
 def mean_of_means(replicas: list[list[MicroBatch]]) -> float:
-    """What the engine computes: the plain mean over micro-batches and replicas."""
+    """Compute what the engine does: the plain mean over micro-batches and replicas."""
     losses = [
         token_losses(input_ids)[labels != IGNORED_LABEL].sum() / denominator
         for items in replicas
@@ -55,7 +55,7 @@ def mean_of_means(replicas: list[list[MicroBatch]]) -> float:
 
 
 def token_mean(dataset: TokenDataset, samples: list[int]) -> float:
-    """The mean over the counted tokens of ``samples``, by definition."""
+    """Compute the mean over the counted tokens of ``samples``, by definition."""
     inputs, labels = (np.stack(column) for column in zip(*(dataset[sample] for sample in samples), strict=True))
     return float(token_losses(torch.from_numpy(inputs))[torch.from_numpy(labels) != IGNORED_LABEL].mean())
 

@@ -199,8 +199,9 @@ def test_monitors_get_the_values_of_the_metrics(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stdout[-4000:]
     rows = metrics(tmp_path / "run")
     lines = (tmp_path / "run" / "csv_monitor" / "job" / "Train_loss.csv").read_text().splitlines()[1:]
-    logged = [tuple(map(float, line.split(","))) for line in lines]
-    assert logged == [(row["consumed_samples"], pytest.approx(row["loss"])) for row in rows]
+    logged = [[float(value) for value in line.split(",")] for line in lines]
+    assert [samples for samples, _ in logged] == [row["consumed_samples"] for row in rows]
+    assert [loss for _, loss in logged] == pytest.approx([row["loss"] for row in rows])
     assert list((tmp_path / "run" / "tensorboard").rglob("events.out.tfevents*"))
     layer = (tmp_path / "run" / "csv_monitor" / "job" / "Train_layers_block_0_grad_norm.csv").read_text()
     assert float(layer.splitlines()[-1].split(",")[1]) == pytest.approx(rows[-1]["layers"]["block_0"]["grad_norm"])

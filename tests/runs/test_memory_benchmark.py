@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from memory import case_plan, measured_bytes
 
-from benchmarks.memory import case_plan, measured_bytes
 from megastable.planning.memory import stage_memory
 from tests.support.ranks import run_ranks
 

@@ -13,13 +13,14 @@ from megastable.training.entry import RunRequest, run_command
 
 def main() -> int:
     """``failing_rank run_file run_dir``"""
-    train_batch, steps = TrainingEngine.train_batch, []
+    train_batch = TrainingEngine.train_batch
+    steps = []
 
-    def fail_on_third(self: TrainingEngine, *arguments: Any) -> Any:
+    def fail_on_third(self: TrainingEngine, *arguments: Any, **options: Any) -> Any:
         steps.append(1)
         if os.environ["RANK"] == "1" and len(steps) == 3:
             raise RuntimeError("made to fail")
-        return train_batch(self, *arguments)
+        return train_batch(self, *arguments, **options)
 
     TrainingEngine.train_batch = fail_on_third  # type: ignore[method-assign]
     return run_command(RunRequest(run_file=Path(sys.argv[1]), run_dir=Path(sys.argv[2])))

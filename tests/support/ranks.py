@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def run_ranks(
     The first rank that fails ends the others, as does the time limit. The store through which they meet is held here,
     at a port that the system picks, so that launches do not meet.
     """
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
@@ -44,10 +45,13 @@ def run_ranks(
         folder = Path(path)
         (folder / "arguments.json").write_text(json.dumps(arguments))
         with _environment({**CPU_ONLY, "DS_ACCELERATOR": accelerator}):
-            context = multiprocessing.get_context("forkserver" if accelerator == "cpu" else "spawn")
+            context: ForkServerContext | SpawnContext
             if accelerator == "cpu":
+                context = multiprocessing.get_context("forkserver")
                 context.set_forkserver_preload([RANK_WORKER])
-            processes = [
+            else:
+                context = multiprocessing.get_context("spawn")
+            processes: list[BaseProcess] = [
                 context.Process(
                     target=_run_rank,
                     args=(function.__module__, function.__qualname__, folder, {**common, "RANK": str(rank)}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ class ReferenceModel(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """(batch, seq) to logits (batch, seq, padded vocabulary)."""
-        x = token_ids
+        x: Any = token_ids
         for forward, module in self.forwards:
             x = module(x) if forward is None else forward(module, x)
         return x

@@ -14,26 +14,25 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from megastable.config.cross_rules import LaunchedRun
 from megastable.config.reading.faults import NO_VALUE, Fault
 from megastable.config.reading.messages import (
     Path,
     Place,
     dotted,
-    keys_of,
     message_for,
     nearest_key,
     paths_elsewhere,
     place_of,
-    section_types,
 )
 from megastable.config.refused_keys import REFUSED_KEYS
-from megastable.config.rules import LaunchedRun, broken_rules
+from megastable.config.rules import broken_rules
 from megastable.config.run_config import MegastableConfig, RunConfig
-from megastable.config.section import Section
+from megastable.config.section import Section, keys_of, section_types
 
 
 def check(raw: Mapping[str, Any], world_size: int | None = None) -> tuple[RunConfig | None, list[Fault]]:
-    """Return the run and no faults, or None and all faults that can be told without fixing one first.
+    """Return the run and no faults, or None and all faults that can be found without fixing one first.
 
     Args:
         world_size: processes that it is launched on, where that is known.
@@ -42,6 +41,7 @@ def check(raw: Mapping[str, Any], world_size: int | None = None) -> tuple[RunCon
     cleaned = copy.deepcopy(dict(raw))
     written_as: dict[Path, str] = {}
     run, errors = _validate(cleaned)
+    # In rounds: a section behind a misspelt key is checked, and its own typos found, only once the key is mended.
     while unknown := [error for error in errors if error["type"] == "extra_forbidden"]:
         for error in unknown:
             place = place_of(error["loc"])
@@ -50,7 +50,9 @@ def check(raw: Mapping[str, Any], world_size: int | None = None) -> tuple[RunCon
         run, errors = _validate(cleaned)
     faults += [_value_fault(error, written_as) for error in errors]
     faults += broken_rules({**_valid_sections(cleaned), **_launched_run(cleaned, world_size)})
-    return (None if faults else run), faults
+    if faults:
+        return None, faults
+    return run, faults
 
 
 def _validate(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[ErrorDetails]]:
@@ -71,35 +73,38 @@ def _key_message(place: Place) -> str:
     elsewhere = paths_elsewhere(place)
     if elsewhere:
         return f"unknown key here; did you mean {' or '.join(elsewhere)}?"
-    legal = ", ".join(keys_of(place.owner)) if place.owner else ""
-    return f"unknown key; legal keys here are {legal}"
+    return f"unknown key; legal keys here are {', '.join(place.legal_keys)}"
 
 
 def _mend_key(raw: dict[str, Any], place: Place, written_as: dict[Path, str]) -> None:
-    """Rename the key to its nearest legal one, or drop it where there is none or that one is given as well."""
+    """Rename the key to its nearest legal one, or drop it where no key is near or that one is given as well."""
     *parent, key = place.path
     section: Any = raw
     for part in parent:
         section = section[part]
     value = section.pop(key)
-    nearest = None if dotted(place.path) in REFUSED_KEYS else nearest_key(place)
+    if dotted(place.path) in REFUSED_KEYS:
+        return
+    nearest = nearest_key(place)
     if nearest is not None and nearest not in section:
         section[nearest] = value
         written_as[(*parent, nearest)] = str(key)
 
 
 def _as_written(path: Path, written_as: Mapping[Path, str]) -> str:
+    """Return the dotted path with every mended key as the file spells it, where the user can find it."""
     return dotted(tuple(written_as.get(path[: index + 1], part) for index, part in enumerate(path)))
 
 
 def _value_fault(error: ErrorDetails, written_as: Mapping[Path, str]) -> Fault:
     place = place_of(error["loc"])
+    # Of a missing key, pydantic's input is the section around it.
     value = NO_VALUE if error["type"] == "missing" else error["input"]
     return Fault(_as_written(place.path, written_as), value, message_for(error, place))
 
 
 def _valid_sections(raw: Mapping[str, Any]) -> dict[type[Section], Section]:
-    """The sections that are valid on their own, as rules need them; those left out stand with their defaults."""
+    """Return the sections that are valid on their own, as rules need them; those left out stand with their defaults."""
     own = raw.get("megastable")
     found = dict(_valid_fields(RunConfig, raw))
     if isinstance(own, dict):
@@ -107,17 +112,10 @@ def _valid_sections(raw: Mapping[str, Any]) -> dict[type[Section], Section]:
     return found
 
 
-def _launched_run(raw: Mapping[str, Any], world_size: int | None) -> dict[type[Section], Section]:
-    key = "train_micro_batch_size_per_gpu"
-    size = raw.get(key, RunConfig.model_fields[key].default)
-    if world_size is None or type(size) is not int or size < 1:
-        return {}
-    return {LaunchedRun: LaunchedRun(world_size=world_size, micro_batch_size=size)}
-
-
 def _valid_fields(owner: type[Section], raw: Mapping[str, Any]) -> Iterator[tuple[type[Section], Section]]:
     for key, field in keys_of(owner).items():
         for kind in section_types(field.annotation):
+            # A misspelt section has been mended by now, so a section that is not there was really left out.
             if key not in raw and not field.is_required():
                 yield kind, field.get_default(call_default_factory=True)
             elif key in raw:
@@ -125,3 +123,12 @@ def _valid_fields(owner: type[Section], raw: Mapping[str, Any]) -> Iterator[tupl
                     yield kind, kind.model_validate_json(json.dumps(raw[key]))
                 except ValidationError:
                     continue  # Its faults are already listed by the check of the whole file.
+
+
+def _launched_run(raw: Mapping[str, Any], world_size: int | None) -> dict[type[Section], Section]:
+    key = "train_micro_batch_size_per_gpu"
+    size = raw.get(key, RunConfig.model_fields[key].default)
+    # An illegal size is listed already, and no batch can be divided by it. type(): true is 1 to Python.
+    if world_size is None or type(size) is not int or size < 1:
+        return {}
+    return {LaunchedRun: LaunchedRun(world_size=world_size, micro_batch_size=size)}

@@ -1,4 +1,4 @@
-"""What is wrong with a run file, as one error that lists every fault."""
+"""What is wrong with a run file: a fault for every breach, and one error that lists them all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_VALUE: Final = NoValue.NO_VALUE
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: the dotted path of the key ("" for the file itself), the value it has, and what is legal."""
+    """Names the dotted path of a key ("" for the file itself), the value it has, and what is legal."""
 
     path: str
     value: object
@@ -33,29 +33,31 @@ class Fault:
     def __str__(self) -> str:
         if not self.path:
             return self.message
-        shown = "" if self.value is NO_VALUE else f" = {short_json(self.value)}"
-        return f"{self.path}{shown}: {self.message}"
+        if self.value is NO_VALUE:
+            return f"{self.path}: {self.message}"
+        return f"{self.path} = {short_json(self.value)}: {self.message}"
 
 
 class ConfigError(UserError):
-    """A run file with faults. ``str()`` names the file and lists all of them, one a line."""
+    """Refuses a run file that has faults. ``str()`` names the file and lists all of them, one a line."""
 
     def __init__(self, source: str, faults: Sequence[Fault]) -> None:
+        # The arguments, not the text: an error that travels between processes is made again from them.
         super().__init__(source, faults)
         self.source = source
         self.faults = tuple(faults)
 
     def __str__(self) -> str:
         count = len(self.faults)
-        lines = [f"{self.source}: {count} fault{'s' if count != 1 else ''}", *map(str, self.faults)]
-        return "\n  ".join(lines)
+        plural = "s" if count != 1 else ""
+        return "\n  ".join([f"{self.source}: {count} fault{plural}", *map(str, self.faults)])
 
 
 class UnreadableRunFileError(ConfigError):
-    """There is no run file to check: it is not there, not text, or not a JSON object."""
+    """Refuses what cannot be checked at all: the file does not exist, is not text, or is not a JSON object."""
 
 
 def short_json(value: object) -> str:
-    """The value as the file has it, cut where it is long."""
+    """Write the value as the file has it, cut where it is long."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= LONGEST_SHOWN_VALUE else text[: LONGEST_SHOWN_VALUE - 3] + "..."

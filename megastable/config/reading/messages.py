@@ -1,7 +1,4 @@
-"""Where the keys of a run file stand: pydantic's error locations as paths of the file, and the nearest legal key.
-
-What is legal, in one phrase, for each kind of field fault.
-"""
+"""From pydantic's errors to what a user reads: the key's path in the file, the nearest legal key, and what is legal."""
 
 from __future__ import annotations
 
@@ -9,82 +6,72 @@ import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, get_args
+from typing import Final
 
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megastable.config.refused_keys import REFUSED_VALUES
 from megastable.config.run_config import RunConfig
-from megastable.config.section import Section
+from megastable.config.section import Section, keys_of, section_types, tag_of
 
 Path = tuple[str | int, ...]
 
 LEAST_LIKENESS: Final = 0.6
-"""difflib ratio from which a key counts as a misspelling of another."""
+"""difflib's ratio from which a key counts as a misspelling of another; its own default."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A key of the file: its path, and the section class that it belongs to (None inside lists)."""
+    """Locates a key of the file: its path, and the section class that it belongs to (None inside lists)."""
 
     path: Path
     owner: type[Section] | None
 
+    @property
+    def legal_keys(self) -> dict[str, FieldInfo]:
+        """Return the keys of the section around it."""
+        return keys_of(self.owner) if self.owner else {}
+
+    @property
+    def field(self) -> FieldInfo | None:
+        """Return what the schema says of the key; None for an unknown key and inside lists."""
+        return self.legal_keys.get(str(self.path[-1]))
+
 
 def place_of(location: Sequence[str | int]) -> Place:
-    """Turn a pydantic error location into a path of the file.
-
-    pydantic puts the tag of a section with a "type" into the location, where the file has no such key.
-    """
+    """Turn a pydantic error location into a path of the file."""
     path: list[str | int] = []
     owner: type[Section] | None = None
     candidates: tuple[type[Section], ...] = (RunConfig,)
     for part in location:
         if len(candidates) > 1:
+            # pydantic puts the tag of a section with a "type" into the location, where the file has no such key.
             candidates = tuple(kind for kind in candidates if tag_of(kind) == part)
             continue
         path.append(part)
         owner = candidates[0] if candidates else None
-        field = keys_of(owner).get(str(part)) if owner else None
+        field = Place(tuple(path), owner).field
         candidates = section_types(field.annotation) if field else ()
     return Place(tuple(path), owner)
 
 
-def keys_of(section: type[Section]) -> dict[str, FieldInfo]:
-    """The section's fields by the names that they have in the file."""
-    return {field.alias or name: field for name, field in section.model_fields.items()}
-
-
-def section_types(annotation: Any) -> tuple[type[Section], ...]:
-    """The section classes that a field may hold; empty for a plain value."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return (annotation,)
-    return tuple(kind for part in get_args(annotation) for kind in section_types(part))
-
-
-def tag_of(section: type[Section]) -> str:
-    """The "type" that chooses this section among several."""
-    (tag,) = get_args(section.model_fields["type"].annotation)
-    return str(tag)
-
-
 def dotted(path: Path) -> str:
-    """The path as it is printed and as an override writes it; list positions in brackets."""
+    """Write the path as an override does, with list positions in brackets."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return text.removeprefix(".")
 
 
 def nearest_key(place: Place) -> str | None:
-    """The legal key of the same section that the place's unknown key is most like."""
-    legal = list(keys_of(place.owner)) if place.owner else []
-    matches = difflib.get_close_matches(str(place.path[-1]), legal, n=1, cutoff=LEAST_LIKENESS)
+    """Find the legal key of the same section that the place's unknown key is most like."""
+    matches = difflib.get_close_matches(str(place.path[-1]), place.legal_keys, n=1, cutoff=LEAST_LIKENESS)
     return matches[0] if matches else None
 
 
 def paths_elsewhere(place: Place) -> list[str]:
-    """Dotted paths of the keys of other sections with exactly the place's name."""
+    """List the dotted paths of the keys of other sections with exactly the place's name."""
     paths = (dotted(path) for path in _all_paths(RunConfig, ()) if path[-1] == place.path[-1])
+    # Kinds of a section share keys, and so paths.
     return list(dict.fromkeys(paths))
 
 
@@ -96,42 +83,32 @@ def _all_paths(section: type[Section], prefix: Path) -> Iterator[Path]:
 
 
 def message_for(error: ErrorDetails, place: Place) -> str:
-    """The phrase for a pydantic error at ``place``; pydantic's own words where they do."""
+    """Say in one phrase what is legal at ``place``; in pydantic's own words where they are clear."""
     refused = REFUSED_VALUES.get(dotted(place.path), {})
     value = error["input"]
+    # A list could not be looked up, and true would be found as 1.
     if isinstance(value, int | str) and not isinstance(value, bool) and value in refused:
         return f"refused: {refused[value]}"
+    if error["type"] in _PHRASES:
+        return _PHRASES[error["type"]]
     if error["type"] in _MESSAGES:
         return _MESSAGES[error["type"]](error, place)
+    # "Input should be at most 4" reads as advice, and a run with such a value is refused.
     return error["msg"].replace("Input should", "must")
 
 
 def _missing(error: ErrorDetails, place: Place) -> str:
-    if place.owner is None:
+    # Only entries of a list lie outside every section.
+    if place.field is None:
         return "is missing: the list is too short"
-    return f"is required: {keys_of(place.owner)[str(place.path[-1])].description}"
+    return f"is required: {place.field.description}"
 
 
 def _whole_number(error: ErrorDetails, place: Place) -> str:
     value = error["input"]
+    # 5e8 is a float in JSON, even though its value is whole.
     hint = f"; write {int(value)}" if isinstance(value, float) and value.is_integer() else ""
     return f"must be a whole number, without point, exponent or quotes{hint}"
-
-
-def _number(error: ErrorDetails, place: Place) -> str:
-    return "must be a number, without quotes"
-
-
-def _boolean(error: ErrorDetails, place: Place) -> str:
-    return "must be true or false, without quotes"
-
-
-def _section(error: ErrorDetails, place: Place) -> str:
-    return "must be a section: {...}"
-
-
-def _list(error: ErrorDetails, place: Place) -> str:
-    return "must be a list: [...]"
 
 
 def _too_long(error: ErrorDetails, place: Place) -> str:
@@ -139,26 +116,32 @@ def _too_long(error: ErrorDetails, place: Place) -> str:
 
 
 def _tag(error: ErrorDetails, place: Place) -> str:
-    field = keys_of(place.owner)[str(place.path[-1])] if place.owner else None
-    tags = [json.dumps(tag_of(kind)) for kind in section_types(field.annotation)] if field else []
-    keys = list(error["input"]) if isinstance(error["input"], dict) else []
-    misspelt = difflib.get_close_matches("type", keys, n=1) if "type" not in keys else []
-    hint = f'; did you mean "type" by {json.dumps(misspelt[0])}?' if misspelt else ""
-    return f'"type" must be {" or ".join(tags)}{hint}'
+    assert place.field is not None
+    tags = " or ".join(json.dumps(tag_of(kind)) for kind in section_types(place.field.annotation))
+    # Without its "type" pydantic does not know the section's keys, so a misspelt one is looked for here.
+    given = list(error["input"]) if isinstance(error["input"], dict) else []
+    if "type" not in given:
+        for misspelt in difflib.get_close_matches("type", given, n=1):
+            return f'"type" must be {tags}; did you mean "type" by {json.dumps(misspelt)}?'
+    return f'"type" must be {tags}'
 
+
+_PHRASES: Mapping[str, str] = {
+    "float_type": "must be a number, without quotes",
+    "bool_type": "must be true or false, without quotes",
+    "model_type": "must be a section: {...}",
+    "model_attributes_type": "must be a section: {...}",
+    "dict_type": "must be a section: {...}",
+    "tuple_type": "must be a list: [...]",
+}
+"""pydantic's error type -> the phrase, where the value does not matter."""
 
 _MESSAGES: Mapping[str, Callable[[ErrorDetails, Place], str]] = {
     "missing": _missing,
     "int_type": _whole_number,
     "int_from_float": _whole_number,
-    "float_type": _number,
-    "bool_type": _boolean,
-    "model_type": _section,
-    "model_attributes_type": _section,
-    "dict_type": _section,
-    "tuple_type": _list,
     "union_tag_not_found": _tag,
     "union_tag_invalid": _tag,
     "too_long": _too_long,
 }
-"""pydantic's error type -> the phrase."""
+"""pydantic's error type -> the phrase for a value at a place."""

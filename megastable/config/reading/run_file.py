@@ -1,7 +1,4 @@
-"""Loading a run file.
-
-The JSON Schema of a run file, for editors and other checkers.
-"""
+"""Loading a run file: its text, the overrides of the command line, and the JSON Schema that editors check it by."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from typing import Any
 
 from megastable.config.reading.checking import check
 from megastable.config.reading.faults import NO_VALUE, ConfigError, Fault, UnreadableRunFileError
-from megastable.config.reading.text import apply_overrides, parse_json
 from megastable.config.run_config import RunConfig
 
 
@@ -47,6 +43,20 @@ def run_from_dict(
     return _checked(json.loads(json.dumps(raw)), source, overrides, [], world_size)
 
 
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of a run file.
+
+    It holds what one key must obey; the rules between keys and the reasons for refused keys only show when the file is
+    loaded.
+    """
+    schema = RunConfig.model_json_schema(by_alias=True, mode="validation")
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "title": "megastable run file",
+    }
+
+
 def _checked(
     raw: dict[str, Any], source: str, overrides: Sequence[str], faults: Sequence[Fault], world_size: int | None
 ) -> RunConfig:
@@ -60,6 +70,7 @@ def _checked(
 
 def _read(path: Path) -> tuple[Any, list[Fault]]:
     try:
+        # "-sig": editors on Windows begin a file with a byte-order mark, which JSON does not know.
         return parse_json(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         message = f"cannot be read: {error.strerror}"
@@ -71,17 +82,75 @@ def _read(path: Path) -> tuple[Any, list[Fault]]:
             "(comments and trailing commas are not JSON)"
         )
     except (ValueError, RecursionError) as error:
+        # Numbers of more digits than Python reads, and brackets nested deeper than its parser goes.
         message = f"is not valid JSON: {error}"
     raise UnreadableRunFileError(str(path), [Fault("", NO_VALUE, message)])
 
 
-def json_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a run file. It holds what one key must obey; the rules between keys and
-    the reasons for refused keys only show when the file is loaded.
+class _Pairs(list[tuple[str, Any]]):
+    """A JSON object as the pairs that the text has, repeated keys included."""
+
+
+def parse_json(text: str, prefix: str = "") -> tuple[Any, list[Fault]]:
+    """Parse ``text``; the faults name every repeated key, with ``prefix`` as the path of the whole value.
+
+    Raises:
+        json.JSONDecodeError: not JSON.
+        ValueError: a number too long to read.
     """
-    schema = RunConfig.model_json_schema(by_alias=True, mode="validation")
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **schema,
-        "title": "megastable run file",
-    }
+    faults: list[Fault] = []
+    # Left to itself, json.loads silently keeps the last of two equal keys.
+    return _without_repeated_keys(json.loads(text, object_pairs_hook=_Pairs), prefix, faults), faults
+
+
+def _without_repeated_keys(value: Any, path: str, faults: list[Fault]) -> Any:
+    """Turn pairs into dictionaries at every depth, and add a fault for every repeated key to ``faults``."""
+    if isinstance(value, _Pairs):
+        result: dict[str, Any] = {}
+        for key, item in value:
+            item_path = f"{path}.{key}".removeprefix(".")
+            plain_item = _without_repeated_keys(item, item_path, faults)
+            if key in result:
+                faults.append(Fault(item_path, plain_item, "given twice; remove one of them"))
+            result[key] = plain_item
+        return result
+    if isinstance(value, list):
+        return [_without_repeated_keys(item, f"{path}[{index}]", faults) for index, item in enumerate(value)]
+    return value
+
+
+def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[Fault]:
+    """Write each override into ``raw``, in order, making sections where they are missing; return the faults.
+
+    A value is read as JSON, or as a bare string where it is not JSON: ``lr=1e-4`` is a number, ``type=cosine`` text.
+    """
+    faults: list[Fault] = []
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys):
+            faults.append(Fault("", NO_VALUE, f"override {override!r}: must be path.to.key=value"))
+            continue
+        value, value_faults = _read_value(text, path)
+        faults += value_faults + _write(raw, keys, value)
+    return faults
+
+
+def _read_value(text: str, path: str) -> tuple[Any, list[Fault]]:
+    try:
+        return parse_json(text, path)
+    except ValueError:
+        # So that nobody has to quote quotes in a shell: type=cosine instead of 'type="cosine"'.
+        return text, []
+
+
+def _write(raw: dict[str, Any], keys: list[str], value: Any) -> list[Fault]:
+    section = raw
+    for depth, key in enumerate(keys[:-1], start=1):
+        inner = section.setdefault(key, {})
+        if not isinstance(inner, dict):
+            message = f"is not a section, so override {'.'.join(keys)} cannot be written into it"
+            return [Fault(".".join(keys[:depth]), inner, message)]
+        section = inner
+    section[keys[-1]] = value
+    return []

@@ -13,34 +13,39 @@ from megastable.planning.preflight.review import LEAST_PARAMETERS, Finding, Leve
 RAMP = "megastable.batch_rampup"
 MOST_IDLE = 0.2
 FAR_TOO_IDLE = 1 / 3
+"""Shares of a pipeline's time in which its stages wait: the most that passes, and that from which it is a warning."""
 FAR_OUTSIDE = 4
 """Times by which a size leaves its customary range before that is a warning."""
 
 
 def fewest_microbatches(num_stages: int) -> int:
-    """Micro-batches that keep the bubble at ``MOST_IDLE``, for which (p - 1) / m is 1 / 4."""
+    """Count the micro-batches that keep the bubble of so many stages at ``MOST_IDLE``."""
+    # (p - 1) / (m + p - 1) is a fifth where (p - 1) / m is a quarter.
     return 4 * (num_stages - 1)
 
 
 def bubble_at_the_start_is_small(review: Review) -> Iterator[Finding]:
-    """The smallest batch of the run has the largest bubble."""
-    layout, batch = review.plan.layout, review.plan.phases[0].batch
-    idle = bubble(layout.num_stages, batch.num_microbatches)
+    """Find the largest bubble of the run, which its smallest batch has, too large."""
+    batch = review.plan.phases[0].batch
+    idle = bubble(review.plan.layout.num_stages, batch.num_microbatches)
     if idle <= MOST_IDLE:
         return
-    constant = len(review.plan.phases) == 1
-    yield Finding(
-        "warning" if idle > FAR_TOO_IDLE or constant else "note",
-        _key(review, "final" if constant else "start"),
-        f"{_idle_time(review, batch)}{'' if constant else ' until the ramp has grown'}",
-        _larger_batch(review, batch),
-    )
+    level: Level = "warning"
+    key = _key(review, "final")
+    message = _idle_time(review, batch)
+    # Under a ramp the bubble is temporary, so that a moderate one may be worth what small first batches give.
+    if len(review.plan.phases) > 1:
+        level = "warning" if idle > FAR_TOO_IDLE else "note"
+        key = _key(review, "start")
+        message += " until the ramp has grown"
+    yield Finding(level, key, message, _larger_batch(review, batch))
 
 
 def bubble_stays_small(review: Review) -> Iterator[Finding]:
-    """A larger micro-batch makes fewer of them, which may undo what the ramp has won."""
+    """Find the bubble at the end of a ramp too large: larger micro-batches may undo what the ramp has won."""
     layout = review.plan.layout
     last = review.plan.phases[-1].batch
+    # A run of one batch has been judged by the rule of its start.
     if len(review.plan.phases) > 1 and bubble(layout.num_stages, last.num_microbatches) > MOST_IDLE:
         yield Finding(
             "warning", _key(review, "final"), f"{_idle_time(review, last)} to the end", _larger_batch(review, last)
@@ -48,8 +53,11 @@ def bubble_stays_small(review: Review) -> Iterator[Finding]:
 
 
 def _key(review: Review, size: str) -> str:
-    """Where the file has the ``start`` or ``final`` size."""
-    return f"{RAMP}.{'steps' if review.run.megastable.batch_rampup.steps else size}"
+    """Return the key at which the file has the ``start`` or ``final`` size."""
+    # A ramp that is listed step by step has all its sizes under one key.
+    if review.run.megastable.batch_rampup.steps:
+        return f"{RAMP}.steps"
+    return f"{RAMP}.{size}"
 
 
 def _idle_time(review: Review, batch: Batch) -> str:
@@ -63,15 +71,18 @@ def _idle_time(review: Review, batch: Batch) -> str:
 def _larger_batch(review: Review, batch: Batch) -> str:
     layout = review.plan.layout
     needed = fewest_microbatches(layout.num_stages) * batch.micro_batch_size * layout.data_parallel_size
-    chosen = review.run.megastable.batch_rampup.chooses_micro_batch_sizes  # and a smaller one would be slower
+    # A size that was chosen for its speed is the best already: a smaller one would be slower.
+    chosen = review.run.megastable.batch_rampup.chooses_micro_batch_sizes
     smaller = ", a smaller micro-batch" if batch.micro_batch_size > 1 and not chosen else ""
     return f"a batch of at least {needed}{smaller} or fewer stages (at most {MOST_IDLE:.0%} idle)"
 
 
 def ramp_ends_within_the_run(review: Review) -> Iterator[Finding]:
-    """A ramp longer than the run is mostly a number in the wrong unit: samples of all increments, or of one."""
-    schedule, length = review.plan.ramp.schedule, review.plan.length
+    """Find a ramp longer than the run, mostly a number in the wrong unit: samples of all increments, or of one."""
+    schedule = review.plan.ramp.schedule
+    length = review.plan.length
     last_size = review.plan.phases[-1].batch.global_batch_size
+    # The last step's first sample decides its batch; a boundary within the step comes too late for the run.
     boundary = schedule.next_boundary(length.last_step_start)
     if boundary is not None:
         yield Finding(
@@ -83,11 +94,12 @@ def ramp_ends_within_the_run(review: Review) -> Iterator[Finding]:
         )
 
 
-def chosen_micro_batches_are_told(review: Review) -> Iterator[Finding]:
-    """What "auto" has chosen, before a launch records it; and that a data sheet leaves it nothing to choose."""
+def chosen_micro_batches_are_shown(review: Review) -> Iterator[Finding]:
+    """Show what "auto" has chosen, before a launch records it; and that a data sheet leaves it nothing to choose."""
     ramp = review.run.megastable.batch_rampup
     if not ramp.chooses_micro_batch_sizes:
         return
+    # The choice is no fault, so that there is a suggestion only where it could have been a better one.
     instead = "nothing to change; the launch records them in config.json"
     if is_data_sheet(ramp.calibration):
         instead = f"{HOW_TO_CALIBRATE}: a data sheet gives micro-batches no cost of their own, so the smallest win"
@@ -95,7 +107,8 @@ def chosen_micro_batches_are_told(review: Review) -> Iterator[Finding]:
 
 
 def micro_batch_steps_are_reached(review: Review) -> Iterator[Finding]:
-    """An entry above every batch of the run never applies."""
+    """Find an entry above every batch of the run, which never applies."""
+    # No ramp falls, so that the last phase has the largest batch of the run.
     largest = review.plan.phases[-1].batch.global_batch_size
     steps = review.run.megastable.batch_rampup.micro_batch_size_steps
     unused = [(start, size) for start, size in steps if start > largest]
@@ -110,8 +123,9 @@ def micro_batch_steps_are_reached(review: Review) -> Iterator[Finding]:
 
 
 def global_batch_is_customary(review: Review) -> Iterator[Finding]:
-    """The largest global batch against the range for the model's size."""
-    customary, largest = size_class(review.num_parameters), review.plan.phases[-1].batch.global_batch_size
+    """Compare the largest global batch with the range for the model's size."""
+    customary = size_class(review.num_parameters)
+    largest = review.plan.phases[-1].batch.global_batch_size
     low, high = customary.global_batch_size
     if not review.has_customary_size or low <= largest <= high:
         return
@@ -126,12 +140,14 @@ def global_batch_is_customary(review: Review) -> Iterator[Finding]:
 
 
 def accumulation_is_customary(review: Review) -> Iterator[Finding]:
-    """Micro-batches of a replica and step, against the range for the model's size; a pipeline may need more.
+    """Compare the micro-batches of a replica and step with the range for the model's size.
 
     Not judged where the number of replicas is only assumed, nor where the sizes were chosen for their speed.
     """
-    batch, replicas = review.plan.phases[-1].batch, review.plan.layout.data_parallel_size
+    batch = review.plan.phases[-1].batch
+    replicas = review.plan.layout.data_parallel_size
     low, high = size_class(review.num_parameters).accumulation_steps
+    # A pipeline may need more than is customary, to keep its bubble small.
     high = max(high, fewest_microbatches(review.plan.layout.num_stages))
     steps = batch.num_microbatches
     chosen = review.run.megastable.batch_rampup.chooses_micro_batch_sizes
@@ -151,11 +167,12 @@ def accumulation_is_customary(review: Review) -> Iterator[Finding]:
 
 
 def _level(value: int, low: int, high: int) -> Level:
-    return "warning" if value * FAR_OUTSIDE <= low or value >= high * FAR_OUTSIDE else "note"
+    far_outside = value * FAR_OUTSIDE <= low or value >= high * FAR_OUTSIDE
+    return "warning" if far_outside else "note"
 
 
 def size_is_customary(review: Review) -> Iterator[Finding]:
-    """Says once that the ranges were not applied."""
+    """Say, once, where a model is too small for the customary ranges, which were not applied."""
     if not review.has_customary_size:
         yield Finding(
             "note",

@@ -1,49 +1,64 @@
-"""Rules of the model's shape and first weights: std against width and depth, head dimension, vocabulary.
+"""Rules of the model and of the text that it reads.
 
-How much text a run has, told from the sizes of its files without reading them.
+The model: std of the first weights against width and depth, head dimension, vocabulary. The text: whether it is there,
+and whether it holds a batch, estimated from the sizes of its files without reading them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from megastable.config import BytesTokenizerConfig
 from megastable.core.init_std import INIT_SCHEMES, MatrixSize, megatron_530b, residual_output_std
-from megastable.planning.preflight.review import Finding, Review
+from megastable.planning.preflight.review import Finding, Level, Review
 
 STD_RATIOS = (0.25, 2.0)
 """Of a std to sqrt(1 / (3 hidden)). GPT-2's 0.02 is 1.0 at its width 768, and 3.7 at 11,600."""
 DEEP_FROM_LAYERS = 24
 HEAD_DIMS = (64, 128)
 TENSOR_CORE_MULTIPLE = 8
+"""16-bit products whose sizes are multiples of it run on tensor cores without padding."""
 VOCABULARY_MULTIPLE = 128
+"""Rows of a tile of large matrix products."""
+BYTES_PER_TOKEN = 4
+"""Of English text under a trained tokenizer, roughly."""
 
 
 def std_fits_the_width(review: Review) -> Iterator[Finding]:
-    """The std of fresh weights falls with the root of the width. An untied embedding is free: a norm follows it."""
-    init, hidden = review.run.megastable.init, review.model.hidden_size
+    """Compare the std of fresh weights with one that falls with the root of the width, as Megatron's 530B model has."""
+    init = review.run.megastable.init
+    hidden = review.model.hidden_size
     stds = {"std": INIT_SCHEMES[init.scheme](MatrixSize.square(hidden), init.std), "head_std": init.head_std}
-    if review.model.tie_embeddings:  # it makes the logits, too
+    # An untied embedding may have any std, since a norm follows it; a tied one makes the logits, too.
+    if review.model.tie_embeddings:
         stds["embedding_std"] = init.embedding_std
     reference = megatron_530b(MatrixSize.square(hidden), None)
     low, high = STD_RATIOS
     for key, std in stds.items():
-        if std is not None and not low <= std / reference <= high:
-            effect = "activations and logits start too large" if std > reference else "the signal starts too faint"
-            yield Finding(
-                "warning",
-                f"megastable.init.{key}",
-                f"{std:g} at width {hidden} is {std / reference:.2g} times sqrt(1/(3 x {hidden})) = {reference:.3g}: "
-                f"{effect}",
-                '"scheme": "megatron_530b", without std' if key == "std" else f'"{key}": {reference:.2g}, or null',
-            )
+        # None stands for the std of the other matrices, which is judged under its own key.
+        if std is None or low <= std / reference <= high:
+            continue
+        effect = "activations and logits start too large" if std > reference else "the signal starts too faint"
+        instead = f'"{key}": {reference:.2g}, or null'
+        if key == "std":
+            instead = '"scheme": "megatron_530b", without std'
+        yield Finding(
+            "warning",
+            f"megastable.init.{key}",
+            f"{std:g} at width {hidden} is {std / reference:.2g} times sqrt(1/(3 x {hidden})) = {reference:.3g}: "
+            f"{effect}",
+            instead,
+        )
 
 
 def std_fits_the_depth(review: Review) -> Iterator[Finding]:
-    """Every block adds to the residual stream twice, so deep models scale those projections down."""
-    init, model = review.run.megastable.init, review.model
+    """Find a deep model whose blocks add to the residual stream at full size.
+
+    Every block adds twice, so that the stream's variance grows with the depth (Radford et al., GPT-2, section 2.3).
+    """
+    init = review.run.megastable.init
+    model = review.model
     if not init.residual_scaling and model.num_layers >= DEEP_FROM_LAYERS:
         std = INIT_SCHEMES[init.scheme](MatrixSize.square(model.hidden_size), init.std)
         scaled = residual_output_std(std, model.num_layers)
@@ -57,21 +72,28 @@ def std_fits_the_depth(review: Review) -> Iterator[Finding]:
 
 
 def head_dim_suits_the_kernels(review: Review) -> Iterator[Finding]:
-    """Fused attention wants a multiple of 8; 64 to 128 is what models of customary size have."""
-    model, (low, high) = review.model, HEAD_DIMS
+    """Find a head dimension that fused attention cannot use (no multiple of 8), or that is not customary."""
+    model = review.model
+    low, high = HEAD_DIMS
     aligned = model.head_dim % TENSOR_CORE_MULTIPLE == 0
     if aligned and (low <= model.head_dim <= high or not review.has_customary_size):
         return
+    level: Level = "warning"
+    why = "no multiple of 8, which fused attention needs"
+    if aligned:
+        level = "note"
+        why = f"outside the customary {low} to {high}"
+    instead = "a hidden_size that is a multiple of 128"
+    # The suggestion keeps the width, on which learning rate and std depend, and moves the heads as little as it can.
     heads = [n for n in range(1, model.hidden_size + 1) if _is_good_head_dim(model.hidden_size, n)]
-    nearest = min(heads, key=lambda n: abs(n - model.num_attention_heads), default=None)
+    if heads:
+        nearest = min(heads, key=lambda n: abs(n - model.num_attention_heads))
+        instead = f'"num_attention_heads": {nearest} (head dimension {model.hidden_size // nearest})'
     yield Finding(
-        "note" if aligned else "warning",
+        level,
         "megastable.model.num_attention_heads",
-        f"{model.hidden_size} / {model.num_attention_heads} heads is a head dimension of {model.head_dim}, "
-        + (f"outside the customary {low} to {high}" if aligned else "no multiple of 8, which fused attention needs"),
-        f'"num_attention_heads": {nearest} (head dimension {model.hidden_size // nearest})'
-        if nearest
-        else "a hidden_size that is a multiple of 128",
+        f"{model.hidden_size} / {model.num_attention_heads} heads is a head dimension of {model.head_dim}, {why}",
+        instead,
     )
 
 
@@ -81,11 +103,15 @@ def _is_good_head_dim(hidden_size: int, num_heads: int) -> bool:
 
 
 def vocabulary_suits_the_kernels(review: Review) -> Iterator[Finding]:
-    """The head is the largest product of a step; each tensor rank's share is a multiple of 128."""
-    rows, size = review.model.padded_vocab_size, review.plan.layout.tensor_parallel_size
-    multiple = VOCABULARY_MULTIPLE * size
+    """Find a vocabulary whose share on a tensor rank is no multiple of 128, on which the head's product runs slowly."""
+    rows = review.model.padded_vocab_size
+    ranks = review.plan.layout.tensor_parallel_size
+    # The vocabulary is split over the tensor ranks, and each rank's share is a product of its own.
+    multiple = VOCABULARY_MULTIPLE * ranks
     if rows % multiple:
-        share = f"{rows // size:,} rows a tensor rank are" if size > 1 else f"{rows:,} rows are"
+        share = f"{rows:,} rows are"
+        if ranks > 1:
+            share = f"{rows // ranks:,} rows a tensor rank are"
         yield Finding(
             "note",
             "megastable.model.vocab_padding_multiple",
@@ -95,16 +121,10 @@ def vocabulary_suits_the_kernels(review: Review) -> Iterator[Finding]:
         )
 
 
-if TYPE_CHECKING:
-    from megastable.planning.preflight.review import Review
-
-BYTES_PER_TOKEN = 4
-"""Of English text under a trained tokenizer, roughly."""
-
-
 def text_is_here(review: Review) -> Iterator[Finding]:
-    """A path that is wrong is found out now. It may still be right on another machine."""
+    """Find a path at which there is no text; it is no error, since it may be right on another machine."""
     if review.text is not None and review.text.fault:
+        # A finding names its key itself.
         yield Finding(
             "warning",
             "megastable.data.source.path",
@@ -114,8 +134,9 @@ def text_is_here(review: Review) -> Iterator[Finding]:
 
 
 def text_holds_a_batch(review: Review) -> Iterator[Finding]:
-    """An epoch has at least as many samples as one step takes."""
-    text, data = review.text, review.run.megastable.data
+    """Find a text whose epoch has fewer samples than one step takes."""
+    text = review.text
+    data = review.run.megastable.data
     if text is None or text.fault:
         return
     largest = review.plan.phases[-1].batch.global_batch_size
@@ -123,18 +144,28 @@ def text_holds_a_batch(review: Review) -> Iterator[Finding]:
     # A byte-level tokenizer makes at most a token of every byte, and one more at the end of a document.
     most_tokens = training_share * (text.num_bytes + text.num_documents)
     in_bytes = isinstance(data.tokenizer, BytesTokenizerConfig)
-    likely_tokens = most_tokens if in_bytes else training_share * (text.num_bytes / BYTES_PER_TOKEN)
+    likely_tokens = most_tokens
+    if not in_bytes:
+        likely_tokens = training_share * (text.num_bytes / BYTES_PER_TOKEN)
     needed = largest * review.model.seq_length
     if likely_tokens >= needed:
         return
-    certain = most_tokens < needed
-    amount = f"at most {most_tokens:,.0f}" if certain else f"an estimated {likely_tokens:,.0f}"
-    why = "" if certain or in_bytes else f" (from {text.num_bytes:,} bytes, {BYTES_PER_TOKEN} a token)"
+    # Too few even at a token a byte is certain; the usual bytes of a token only make it likely.
+    if most_tokens < needed:
+        level: Level = "error"
+        amount = f"at most {most_tokens:,.0f} training tokens"
+    else:
+        level = "warning"
+        estimate = f"from {text.num_bytes:,} bytes, {BYTES_PER_TOKEN} a token"
+        amount = f"an estimated {likely_tokens:,.0f} training tokens ({estimate})"
     fitting = math.floor(likely_tokens / review.model.seq_length)
+    instead = "more text, or a shorter sample"
+    if fitting:
+        instead = f"more text, or a largest global batch of at most {fitting:,}"
     yield Finding(
-        "error" if certain else "warning",
+        level,
         "megastable.data.source",
-        f"{amount} training tokens{why} are less than one step of {largest:,} x {review.model.seq_length:,} = "
-        f"{needed:,}: a batch would hold the same samples twice",
-        f"more text, or a largest global batch of at most {fitting:,}" if fitting else "more text, or a shorter sample",
+        f"{amount} are less than one step of {largest:,} x {review.model.seq_length:,} = {needed:,}: a batch would "
+        "hold the same samples twice",
+        instead,
     )

@@ -1,7 +1,4 @@
-"""Rules of number formats: fp16 and bf16, the loss scale, and what is unsafe together.
-
-Rules of the number format on the GPUs of this machine; silent where there are none.
-"""
+"""Rules of number formats: fp16 and bf16, the loss scale, what is unsafe together, and what GPUs compute in."""
 
 from __future__ import annotations
 
@@ -12,13 +9,21 @@ from megastable.planning.preflight.review import Finding, Gpu, Level, Review
 
 LOSS_SCALE_POWERS = (10, 16)
 FP16_SMALLEST = 2.0**-24
+"""The smallest fp16 number above 0, a subnormal one."""
+FP16_LARGEST = 65504
 LEAST_EPS_FP16 = 1e-8
 LARGEST_BETA2_FP16 = 0.98
 MOST_BF16_ADDENDS = 8
+TENSOR_CORES_FROM = (7, 0)
+"""CUDA compute capability of Volta."""
+BF16_FROM = (8, 0)
+"""CUDA compute capability of Ampere."""
+NO_TENSOR_CORES = ("GTX 16",)
+"""Parts of the names of GPUs that have none in spite of their capability, 7.5."""
 
 
 def fp16_is_clipped(review: Review) -> Iterator[Finding]:
-    """The one pair that ends most fp16 runs."""
+    """Find fp16 without clipping, the one pair that ends most fp16 runs."""
     if review.run.fp16.enabled and review.run.clip_norm == 0:
         yield Finding(
             "error",
@@ -30,7 +35,8 @@ def fp16_is_clipped(review: Review) -> Iterator[Finding]:
 
 
 def fp16_forgets_quickly(review: Review) -> Iterator[Finding]:
-    """Skipped steps and spikes stay in the second moment for 1 / (1 - beta2) updates."""
+    """Find a beta2 under which skipped steps and spikes stay too long in the second moment: 1 / (1 - beta2) updates."""
+    # In bf16, whose range is that of fp32, no overflow makes gradients grow so suddenly.
     beta1, beta2 = review.run.optimizer.params.betas
     if review.run.fp16.enabled and beta2 > LARGEST_BETA2_FP16:
         yield Finding(
@@ -43,7 +49,7 @@ def fp16_forgets_quickly(review: Review) -> Iterator[Finding]:
 
 
 def fp16_has_a_floor_under_eps(review: Review) -> Iterator[Finding]:
-    """Gradients that underflow to zero leave nothing but eps in Adam's denominator."""
+    """Find an eps too small for fp16, where gradients that underflow leave nothing else in Adam's denominator."""
     eps = review.run.optimizer.params.eps
     if review.run.fp16.enabled and eps < LEAST_EPS_FP16:
         yield Finding(
@@ -56,19 +62,24 @@ def fp16_has_a_floor_under_eps(review: Review) -> Iterator[Finding]:
 
 
 def initial_loss_scale_is_near(review: Review) -> Iterator[Finding]:
-    """A dynamic scale starts near where it will stand: too high skips steps, too low climbs for long."""
+    """Find a dynamic scale that starts far from where it will stand: too high skips steps, too low climbs for long."""
     fp16 = review.run.fp16
     lowest, highest = LOSS_SCALE_POWERS
     if not fp16.enabled or fp16.loss_scale > 0 or lowest <= fp16.initial_scale_power <= highest:
         return
     power = fp16.initial_scale_power
-    level: Level
     if power > highest:
+        # DeepSpeed halves the scale at every overflow, once the first of them have used up the hysteresis.
         skipped = power - highest + fp16.hysteresis - 1
-        level, end, why = "note", highest, f"about {skipped} steps are skipped on the way down to"
+        level: Level = "note"
+        end = highest
+        why = f"about {skipped} steps are skipped on the way down to"
     else:
+        # It doubles the scale after a window of updates without overflow.
         updates = (lowest - power) * fp16.loss_scale_window
-        level, end, why = "warning", lowest, f"small gradients are lost as zeros for {updates:,} updates on the way to"
+        level = "warning"
+        end = lowest
+        why = f"small gradients are lost as zeros for {updates:,} updates on the way to"
     yield Finding(
         level,
         "fp16.initial_scale_power",
@@ -78,34 +89,38 @@ def initial_loss_scale_is_near(review: Review) -> Iterator[Finding]:
 
 
 def loss_scale_is_dynamic(review: Review) -> Iterator[Finding]:
-    """A fixed scale is right only while gradients stay of one size, which they do not."""
+    """Find a fixed loss scale, which is right only while gradients stay of one size."""
     fp16 = review.run.fp16
     if fp16.enabled and fp16.loss_scale > 0:
         yield Finding(
             "warning",
             "fp16.loss_scale",
-            f"a fixed scale of {fp16.loss_scale:g} cannot fall: once gradients grow past 65504 / {fp16.loss_scale:g} "
-            f"= {65504 / fp16.loss_scale:.3g}, every step is skipped",
+            f"a fixed scale of {fp16.loss_scale:g} cannot fall: once gradients grow past {FP16_LARGEST} / "
+            f"{fp16.loss_scale:g} = {FP16_LARGEST / fp16.loss_scale:.3g}, every step is skipped",
             '"loss_scale": 0 (dynamic)',
         )
 
 
 def loss_scale_keys_have_a_reader(review: Review) -> Iterator[Finding]:
-    """Loss-scale keys beside bf16 or fp32 do nothing; who wrote them may believe otherwise."""
-    fp16, defaults = review.run.fp16, Fp16Config()
+    """Find loss-scale keys beside bf16 or fp32, where nothing reads them."""
+    fp16 = review.run.fp16
+    defaults = Fp16Config()
+    # A key that is written out at its default says nothing about what its writer believes.
     keys = [key for key in Fp16Config.model_fields if getattr(fp16, key) != getattr(defaults, key)]
     if not fp16.enabled and keys:
+        verb = "is" if len(keys) == 1 else "are"
         yield Finding(
             "warning",
             f"fp16.{keys[0]}",
             f"fp16 is off and the weights are {review.run.number_format}, which needs no loss scale: "
-            f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'} not read",
+            f"{', '.join(keys)} {verb} not read",
             'remove the section "fp16", or enable it',
         )
 
 
 def bf16_sums_in_fp32(review: Review) -> Iterator[Finding]:
-    """bf16 keeps 8 significant bits: a sum of many gradients stops growing."""
+    """Find sums of many gradients in bf16, which stop growing at 8 significant bits."""
+    # An addend below half of the sum's last bit is lost altogether, and all addends are rounded to that bit.
     addends = max(phase.batch.num_microbatches for phase in review.plan.phases)
     sums_in_bf16 = review.run.number_format == "bf16" and review.run.data_types.grad_accum_dtype != "fp32"
     if sums_in_bf16 and addends > MOST_BF16_ADDENDS:
@@ -119,7 +134,7 @@ def bf16_sums_in_fp32(review: Review) -> Iterator[Finding]:
 
 
 def gradients_travel_in_range(review: Review) -> Iterator[Finding]:
-    """fp16 ends at 65504; the gradients of bf16 and fp32 runs carry no loss scale that would keep them inside it."""
+    """Find unscaled gradients that travel in fp16: bf16 and fp32 runs have no loss scale to keep them in its range."""
     if review.run.number_format != "fp16" and review.run.communication_data_type == "fp16":
         yield Finding(
             "warning",
@@ -130,19 +145,13 @@ def gradients_travel_in_range(review: Review) -> Iterator[Finding]:
         )
 
 
-TENSOR_CORES_FROM = (7, 0)
-BF16_FROM = (8, 0)
-NO_TENSOR_CORES = ("GTX 16",)
-"""Parts of the names of GPUs that have none in spite of their capability, 7.5."""
-
-
 def has_tensor_cores(gpu: Gpu) -> bool:
-    """Volta and later, but for Turing's smallest chips."""
+    """Tell whether a GPU has tensor cores, as Volta and later have, but for Turing's smallest chips."""
     return gpu.capability >= TENSOR_CORES_FROM and not any(name in gpu.name for name in NO_TENSOR_CORES)
 
 
 def fp16_has_tensor_cores(review: Review) -> Iterator[Finding]:
-    """Without them fp16 has its dangers and little of its speed."""
+    """Find GPUs without tensor cores, on which fp16 has its dangers and little of its speed."""
     for gpu in review.gpus:
         if review.run.fp16.enabled and not has_tensor_cores(gpu):
             yield Finding(
@@ -155,7 +164,7 @@ def fp16_has_tensor_cores(review: Review) -> Iterator[Finding]:
 
 
 def bf16_has_hardware(review: Review) -> Iterator[Finding]:
-    """Before Ampere bf16 is emulated."""
+    """Find GPUs before Ampere, on which bf16 is emulated."""
     for gpu in review.gpus:
         if review.run.bf16.enabled and gpu.capability < BF16_FROM:
             yield Finding(

@@ -1,7 +1,4 @@
-"""Rules of the optimizer: clipping, betas, eps, and the learning rate against the model's size and width.
-
-Rules of the run's length and warmup, and of its seed.
-"""
+"""Rules of the updates: clipping, betas, eps, the learning rate against size and width, the warmup, and the seed."""
 
 from __future__ import annotations
 
@@ -15,12 +12,18 @@ from megastable.planning.preflight.review import Finding, Review, customary_peak
 CLIP_NORMS = (0.1, 1.0)
 LARGEST_EPS = 1e-6
 LR_TOLERANCE = 3.0
+"""Times by which a learning rate may exceed that of GPT-3's table."""
 LARGEST_LR_SHARE_OF_STD = 0.1
+WARMUP_PERCENT = (5, 10)
+FEWEST_STEPS = 100
+"""Of a shorter run, a share of the updates is a handful."""
 
 
 def clip_norm_is_customary(review: Review) -> Iterator[Finding]:
-    """GPT-3, BLOOM, PaLM and Llama clipped at 1.0. Unclipped fp16 has a rule of its own."""
-    clip_norm, (lowest, highest) = review.run.clip_norm, CLIP_NORMS
+    """Find a clip norm far from the 1.0 at which GPT-3, BLOOM, PaLM and Llama clipped."""
+    clip_norm = review.run.clip_norm
+    lowest, highest = CLIP_NORMS
+    # Unclipped fp16 is an error, which another rule finds.
     if lowest <= clip_norm <= highest or (clip_norm == 0 and review.run.fp16.enabled):
         return
     if clip_norm == 0:
@@ -33,7 +36,10 @@ def clip_norm_is_customary(review: Review) -> Iterator[Finding]:
 
 
 def betas_are_in_order(review: Review) -> Iterator[Finding]:
-    """The second moment remembers longer than the first; otherwise a step has no bound (Kingma and Ba, 1412.6980)."""
+    """Find a first moment that remembers longer than the second, which leaves a step without a bound.
+
+    Kingma and Ba, arXiv 1412.6980, section 2.1.
+    """
     beta1, beta2 = review.run.optimizer.params.betas
     if beta1 > beta2:
         yield Finding(
@@ -46,7 +52,7 @@ def betas_are_in_order(review: Review) -> Iterator[Finding]:
 
 
 def eps_leaves_adam_adaptive(review: Review) -> Iterator[Finding]:
-    """Gradients of single weights are small; an eps above them turns Adam into slow momentum."""
+    """Find an eps above the gradients of single weights, which turns Adam into slow momentum."""
     eps = review.run.optimizer.params.eps
     if eps > LARGEST_EPS:
         yield Finding(
@@ -58,8 +64,9 @@ def eps_leaves_adam_adaptive(review: Review) -> Iterator[Finding]:
 
 
 def lr_fits_the_size(review: Review) -> Iterator[Finding]:
-    """The larger the model, the smaller its learning rate: GPT-3's table."""
-    lr, customary = review.run.optimizer.params.lr, customary_peak_lr(review.num_parameters)
+    """Compare the learning rate with GPT-3's table, in which it falls with the size of the model."""
+    lr = review.run.optimizer.params.lr
+    customary = customary_peak_lr(review.num_parameters)
     if review.has_customary_size and lr > LR_TOLERANCE * customary:
         yield Finding(
             "warning",
@@ -71,11 +78,12 @@ def lr_fits_the_size(review: Review) -> Iterator[Finding]:
 
 
 def lr_fits_the_width(review: Review) -> Iterator[Finding]:
-    """Adam moves a weight by about the learning rate; the std of fresh weights, which falls with the width, bounds it.
+    """Compare the learning rate with the std of fresh weights, where the model is too small for ``lr_fits_the_size``.
 
-    For models that the table of ``lr_fits_the_size`` does not reach.
+    Adam moves a weight by about the learning rate, and the std falls with the width.
     """
-    lr, std = review.run.optimizer.params.lr, megatron_530b(MatrixSize.square(review.model.hidden_size), None)
+    lr = review.run.optimizer.params.lr
+    std = megatron_530b(MatrixSize.square(review.model.hidden_size), None)
     if not review.has_customary_size and lr > LARGEST_LR_SHARE_OF_STD * std:
         yield Finding(
             "warning",
@@ -86,20 +94,19 @@ def lr_fits_the_width(review: Review) -> Iterator[Finding]:
         )
 
 
-WARMUP_PERCENT = (5, 10)
-FEWEST_STEPS = 100
-"""Of a shorter run, a share of the updates is a handful."""
-
-
 def warmup_has_customary_length(review: Review) -> Iterator[Finding]:
-    """Between 5 and 10% of the updates: updates, not samples, which a ramp makes two different shares."""
-    plan, key = review.plan, "megastable.lr_schedule.warmup"
+    """Find a warmup outside 5 to 10% of the updates: updates, not samples, which a ramp makes two different shares."""
+    plan = review.plan
+    key = "megastable.lr_schedule.warmup"
     warmup_samples = review.run.megastable.lr_schedule.warmup.to_samples(
         plan.length.total_samples, review.model.seq_length
     )
     total = plan.length.total_steps
+    # The suggestion is in samples, which the file counts in, at the steps where those shares of the updates are done.
     shortest, longest = (_samples_before(plan.phases, math.ceil(total * share / 100)) for share in WARMUP_PERCENT)
-    instead = f'"warmup": {shortest}' + (f" (samples; up to {longest})" if longest > shortest else " (samples)")
+    instead = f'"warmup": {shortest} (samples)'
+    if longest > shortest:
+        instead = f'"warmup": {shortest} (samples; up to {longest})'
     if warmup_samples == 0:
         lr = review.run.optimizer.params.lr
         yield Finding("warning", key, f"0: the first update already has the full learning rate, {lr:g}", instead)
@@ -107,7 +114,9 @@ def warmup_has_customary_length(review: Review) -> Iterator[Finding]:
     updates = steps_before(plan.phases, warmup_samples)
     if total < FEWEST_STEPS or shortest <= warmup_samples <= longest:
         return
-    ramp = ", because the ramp makes early updates small" if len(plan.phases) > 1 and warmup_samples > longest else ""
+    ramp = ""
+    if len(plan.phases) > 1 and warmup_samples > longest:
+        ramp = ", because the ramp makes early updates small"
     yield Finding(
         "note",
         key,
@@ -118,24 +127,26 @@ def warmup_has_customary_length(review: Review) -> Iterator[Finding]:
 
 
 def steps_before(phases: Sequence[RampPhase], samples: int) -> int:
-    """Steps that start before ``samples`` are consumed."""
+    """Count the steps that start before ``samples`` are consumed."""
     steps = 0
     for phase in phases:
         if phase.first_sample < samples:
+            # Rounded up, in whole numbers: a step that starts before the last of the samples counts.
             needed = -(-(samples - phase.first_sample) // phase.batch.global_batch_size)
             steps = phase.first_step + min(phase.num_steps, needed)
     return steps
 
 
 def _samples_before(phases: Sequence[RampPhase], step: int) -> int:
-    """Samples consumed when ``step`` steps are done."""
+    """Count the samples that are consumed when ``step`` steps are done."""
     phase = next(phase for phase in reversed(phases) if phase.first_step <= step)
     return phase.first_sample + (step - phase.first_step) * phase.batch.global_batch_size
 
 
 def seed_was_chosen(review: Review) -> Iterator[Finding]:
-    """Runs that leave the seed alone share it, so that two of them are no independent repetition."""
+    """Find a run that leaves the seed at its default, so that two such runs are no independent repetition."""
     training = review.run.megastable.training
+    # A file that writes the default's number has chosen it.
     if "seed" not in training.model_fields_set:
         yield Finding(
             "note",

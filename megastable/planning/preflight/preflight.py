@@ -1,21 +1,18 @@
-"""The registry of the reviewer's rules.
-
-Reviewing one run file.
-"""
+"""The review of one run file, and the registry of its rules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megastable.config import ConfigError, RunConfig, SourceConfig, UnreadableRunFileError, load_run_file
+from megastable.config import ConfigError, SourceConfig, UnreadableRunFileError, load_run_file
 from megastable.core.errors import UserError
 from megastable.planning.micro_batches import CALIBRATION_KEY, with_chosen_micro_batches
 from megastable.planning.preflight.batches import (
     accumulation_is_customary,
     bubble_at_the_start_is_small,
     bubble_stays_small,
-    chosen_micro_batches_are_told,
+    chosen_micro_batches_are_shown,
     global_batch_is_customary,
     micro_batch_steps_are_reached,
     ramp_ends_within_the_run,
@@ -51,7 +48,7 @@ from megastable.planning.preflight.optimizer import (
     warmup_has_customary_length,
 )
 from megastable.planning.preflight.review import LEVELS, Finding, Gpu, LocalText, Review
-from megastable.planning.run_plan import RunPlan
+from megastable.planning.run_plan import RunPlan, number_of_devices
 
 Rule = Callable[[Review], Iterator[Finding]]
 
@@ -76,7 +73,7 @@ RULES: tuple[Rule, ...] = (
     head_dim_suits_the_kernels,
     vocabulary_suits_the_kernels,
     ramp_ends_within_the_run,
-    chosen_micro_batches_are_told,
+    chosen_micro_batches_are_shown,
     micro_batch_steps_are_reached,
     bubble_at_the_start_is_small,
     bubble_stays_small,
@@ -90,7 +87,6 @@ RULES: tuple[Rule, ...] = (
 )
 """To add a rule: a function of a ``Review``, a line here, and a case that fires it and one that just does not."""
 
-
 SIZES_BY_HAND = "train_micro_batch_size_per_gpu, micro_batch_size_steps"
 
 
@@ -100,31 +96,35 @@ def preflight(
     gpus: Sequence[Gpu],
     look_at_text: Callable[[SourceConfig], LocalText | None],
 ) -> list[Finding]:
-    """All findings on a run file, gravest first. A file that would be refused gives its faults, as errors, and no more.
+    """Review a run file, and return all findings, gravest first.
+
+    A file that would be refused gives its faults, as errors, and no more.
 
     Args:
-        world_size: processes of the launch. None: as many as the file asks for, else the fewest that hold its stages
-            and tensor ranks; the latter is a finding of its own.
+        world_size: processes of the launch; None as in ``number_of_devices``, and that it was assumed is then a finding
+            itself.
         gpus: the kinds of GPU that it is to run on, as far as they are known.
-        look_at_text: finds out how much text a source has; None for one that cannot be told without a download.
+        look_at_text: measures the text of a source; returns None for one that would have to be downloaded.
 
     Raises:
         UserError: the file cannot be read.
     """
     try:
         run = load_run_file(path, world_size=world_size)
-        processes = world_size or run.megastable.training.world_size or fewest_processes(run)
-        run = load_run_file(path, world_size=processes)  # now also checked against its layout
+        processes, assumed = number_of_devices(run, world_size)
+        # Read again: the rules of the layout need the number of processes, which may stand in the file.
+        run = load_run_file(path, world_size=processes)
     except UnreadableRunFileError:
+        # There is nothing to review, as where the path is wrong.
         raise
     except ConfigError as error:
         return [Finding.of_fault(fault) for fault in error.faults]
     try:
         run = with_chosen_micro_batches(run, processes)
     except UserError as error:
+        # The file may be sound, and the calibration that it names missing or of another run.
         instead = f'another calibration, or "micro_batch_size": null and the sizes by hand ({SIZES_BY_HAND})'
         return [Finding("error", CALIBRATION_KEY, str(error), instead)]
-    assumed = world_size is None and run.megastable.training.world_size is None
     text = look_at_text(run.megastable.data.source)
     review = Review.of(RunPlan.of(run, processes), assumed, gpus, text)
     findings = [finding for rule in RULES for finding in rule(review)]
@@ -133,12 +133,8 @@ def preflight(
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
 
-def fewest_processes(run: RunConfig) -> int:
-    """One replica: all stages, with all their tensor ranks."""
-    return run.megastable.pipeline.num_stages * run.megastable.tensor_parallel.size
-
-
 def _assumption(review: Review) -> Finding:
+    """Say which number of processes was assumed, and what that leaves open."""
     layout = review.plan.layout
     return Finding(
         "note",

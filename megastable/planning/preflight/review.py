@@ -1,9 +1,4 @@
-"""One thing that a reviewer has to say about a run file.
-
-What is customary for a GPT of a given size: batches, accumulation, learning rate.
-
-What the rules look at: the run, its plan on a layout, its size, the machine's GPUs and the text at hand.
-"""
+"""The parts of a review: what a rule is given, what it finds, and what is customary for a GPT of a given size."""
 
 from __future__ import annotations
 
@@ -35,14 +30,79 @@ class Finding:
 
     @classmethod
     def of_fault(cls, fault: Fault) -> Finding:
-        """A fault for which the file is refused. Its message ends in what is legal, mostly after a semicolon."""
+        """Turn a fault for which the file is refused into a finding.
+
+        A fault's message ends in what is legal, mostly after a semicolon: that is the suggestion.
+        """
         why, _, legal = fault.message.rpartition("; ")
-        key = fault.path or "world_size"  # a fault of no key is one of the layout
+        # A fault without a key is one of the layout.
+        key = fault.path or "world_size"
+        if fault.value is NO_VALUE and why:
+            return cls("error", key, why, legal)
         if fault.value is NO_VALUE:
-            instead = "add it" if fault.path else "change one of them"
-            return cls("error", key, why or fault.message, legal if why else instead)
-        shown = f"is {short_json(fault.value)}"
-        return cls("error", key, f"{shown}: {why}" if why else shown, legal)
+            return cls("error", key, fault.message, "add it" if fault.path else "change one of them")
+        # A fault prints the value before its message, which then need not name it.
+        message = f"is {short_json(fault.value)}"
+        if why:
+            message += f": {why}"
+        return cls("error", key, message, legal)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU's name and CUDA compute capability, such as (7, 5)."""
+
+    name: str
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class LocalText:
+    """Text files of this machine, or the reason why there are none."""
+
+    num_documents: int
+    num_bytes: int
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class Review:
+    """One run under review: all that a rule may look at."""
+
+    plan: RunPlan
+    num_parameters: int
+    world_size_was_assumed: bool
+    gpus: tuple[Gpu, ...]
+    text: LocalText | None
+    """None where the documents are not files of this machine."""
+
+    @classmethod
+    def of(cls, plan: RunPlan, world_size_was_assumed: bool, gpus: Sequence[Gpu], text: LocalText | None) -> Review:
+        """Gather what the rules need of a planned run."""
+        return cls(plan, count_parameters(plan.run.megastable.model), world_size_was_assumed, tuple(gpus), text)
+
+    @property
+    def run(self) -> RunConfig:
+        """Return the run file."""
+        return self.plan.run
+
+    @property
+    def model(self) -> ModelConfig:
+        """Return the model of the run file."""
+        return self.plan.run.megastable.model
+
+    @property
+    def has_customary_size(self) -> bool:
+        """Tell whether the model is large enough for the customary ranges."""
+        return self.num_parameters >= LEAST_PARAMETERS
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Count the weights of a model of the run file."""
+    return num_parameters(model_shape(model), model_parts(model))
+
+
+# What is customary
 
 
 @dataclass(frozen=True)
@@ -78,77 +138,24 @@ LEAST_PARAMETERS = 50e6
 
 
 def size_class(num_parameters: int) -> SizeClass:
-    """The class of a model."""
+    """Find the class of a model with so many parameters."""
     return next(each for each in SIZE_CLASSES if num_parameters < each.below)
 
 
 def customary_peak_lr(num_parameters: int) -> float:
-    """The table's learning rate, interpolated on logarithms; beyond its ends the nearest one."""
+    """Look up the table's learning rate, interpolated on logarithms; beyond its ends that of the nearest model."""
     after = bisect_right([size for size, _ in PEAK_LEARNING_RATES], num_parameters)
     if after in (0, len(PEAK_LEARNING_RATES)):
         return PEAK_LEARNING_RATES[min(after, len(PEAK_LEARNING_RATES) - 1)][1]
+    # The learning rate falls roughly as a power of the size, which is a straight line between logarithms.
     (smaller, lr_before), (larger, lr_after) = PEAK_LEARNING_RATES[after - 1 : after + 1]
     share = math.log(num_parameters / smaller) / math.log(larger / smaller)
     return lr_before * (lr_after / lr_before) ** share
 
 
 def short_count(number: float) -> str:
-    """125M, 1.3B."""
+    """Write a number in three digits and the letter of its thousands, such as 125M or 1.3B."""
     for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
         if number >= unit:
             return f"{number / unit:.3g}{letter}"
     return f"{number:g}"
-
-
-@dataclass(frozen=True)
-class Review:
-    """One run under review."""
-
-    plan: RunPlan
-    num_parameters: int
-    world_size_was_assumed: bool
-    gpus: tuple[Gpu, ...]
-    text: LocalText | None
-    """None where the documents are not files of this machine."""
-
-    @classmethod
-    def of(cls, plan: RunPlan, world_size_was_assumed: bool, gpus: Sequence[Gpu], text: LocalText | None) -> Review:
-        """Gather what the rules need."""
-        return cls(plan, count_parameters(plan.run.megastable.model), world_size_was_assumed, tuple(gpus), text)
-
-    @property
-    def run(self) -> RunConfig:
-        """The run file."""
-        return self.plan.run
-
-    @property
-    def model(self) -> ModelConfig:
-        """The model of the run file."""
-        return self.plan.run.megastable.model
-
-    @property
-    def has_customary_size(self) -> bool:
-        """False where the model is too small for the customary ranges."""
-        return self.num_parameters >= LEAST_PARAMETERS
-
-
-def count_parameters(model: ModelConfig) -> int:
-    """The weights of a model of the run file."""
-    return num_parameters(model_shape(model), model_parts(model))
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU's name and CUDA compute capability, such as (7, 5)."""
-
-    name: str
-    capability: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class LocalText:
-    """Text files of this machine, or the reason why there are none."""
-
-    num_documents: int
-    num_bytes: int
-    fault: str = ""

@@ -6,10 +6,9 @@ import statistics
 from typing import Any
 
 import pytest
+import report
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from benchmarks.peers import report
 
 NAMES = (report.OWN, *report.ONE_F_ONE_B_PEERS, "torch ZBV", report.LIMIT)
 step_seconds = st.floats(0.01, 10)
@@ -17,6 +16,7 @@ rounds_of_one_batch = st.lists(st.fixed_dictionaries({name: step_seconds for nam
 
 
 def row(seconds: dict[str, float], num_micro_batches: int = 4) -> report.Row:
+    """Build the row of one round, in which every candidate has the same loss."""
     return {
         "global_batch_size": 2 * num_micro_batches, "num_micro_batches": num_micro_batches,
         "seconds": seconds, "losses": dict.fromkeys(seconds, 7.0),
@@ -24,6 +24,7 @@ def row(seconds: dict[str, float], num_micro_batches: int = 4) -> report.Row:
 
 
 def result(rows: list[report.Row], refused: dict[str, dict[int, str]] | None = None) -> dict[str, Any]:
+    """Build the result file of a comparison."""
     hardware = {"cpu": "a processor", "cores": 2, "bf16": "", "load": 0.0, "torch": "2", "deepspeed": "0"}
     return {
         "date": "2026-01-01", "hardware": hardware, "settings": {"layers": 4}, "num_stages": 2,
@@ -88,3 +89,8 @@ def test_the_fixed_cost_is_what_micro_batches_do_not_explain(each: float, fixed:
     assert f"| {report.OWN} | {fixed:.3f} | {each:.3f} |" in lines[5]
     assert len(lines) == 5 + 1 + len(report.ONE_F_ONE_B_PEERS)
     assert report.fixed_costs(rows[:1], num_stages=2) == []
+
+
+def test_steps_that_do_not_grow_with_their_micro_batches_are_all_fixed_cost() -> None:
+    rows = [row(dict.fromkeys(NAMES, seconds), count) for count, seconds in ((1, 0.3), (2, 0.2))]
+    assert "| 0.000 | - |" in report.fixed_costs(rows, num_stages=2)[5]

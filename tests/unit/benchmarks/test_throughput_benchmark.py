@@ -23,7 +23,7 @@ WITHOUT_TORCH = (
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
-    """The tiny run on two stages, with micro-batches of 2."""
+    """Write the tiny run on two stages, with micro-batches of 2."""
     path = tmp_path / "tiny.json"
     path.write_text(json.dumps(run_dict(megastable__pipeline__num_stages=2, train_micro_batch_size_per_gpu=2)))
     return path

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megastable.cli.main import app, main
-from megastable.cli.plot import plot_run, read_metrics
+from megastable.cli.pictures import plot_run, read_metrics
 from megastable.config import json_schema
 from megastable.core.errors import UserError
 from tests.unit.training.metrics_examples import HARD_STEPS, step_metrics

@@ -12,7 +12,6 @@ import pytest
 from typer.testing import CliRunner
 
 from megastable.cli.main import app
-from megastable.cli.plan import shown_indices
 from megastable.planning.micro_batches import load_plan
 from tests.support.tiny_run import run_dict
 from tests.unit.cli.test_cli import PNG, exit_of_main
@@ -42,13 +41,13 @@ def plan(*arguments: str) -> tuple[int, str]:
 def test_json_is_one_object_with_the_ramp_and_the_totals() -> None:
     exit_code, output = plan(BLOOM, "--devices", "384", "--device", "A100", "--json")
     assert exit_code == 0
-    told = json.loads(output)
-    assert all(set(entry) == RAMP_KEYS for entry in told["ramp"])
-    assert told["stages"] == ["embedding + 6 blocks", *["6 blocks"] * 10, "4 blocks + head"]
-    assert 0 < told["imbalance"] < 0.05
-    assert (told["total_steps"], told["total_samples"]) == (115_312, 220_001_200)
+    values = json.loads(output)
+    assert all(set(entry) == RAMP_KEYS for entry in values["ramp"])
+    assert values["stages"] == ["embedding + 6 blocks", *["6 blocks"] * 10, "4 blocks + head"]
+    assert 0 < values["imbalance"] < 0.05
+    assert (values["total_steps"], values["total_samples"]) == (115_312, 220_001_200)
     assert (12_658, 9_765_808, 2048) in [
-        (entry["first_step"], entry["first_sample"], entry["global_batch_size"]) for entry in told["ramp"]
+        (entry["first_step"], entry["first_sample"], entry["global_batch_size"]) for entry in values["ramp"]
     ]
 
 
@@ -72,7 +71,7 @@ def test_without_a_device_times_are_unknown_and_the_layout_is_said_to_be_assumed
     assert "assumed: one replica" in output
 
 
-def test_a_run_that_does_not_fit_is_told_so_with_exit_code_0(run_file: str) -> None:
+def test_a_run_that_does_not_fit_is_planned_with_exit_code_0(run_file: str) -> None:
     exit_code, output = plan(run_file, "--device", "cpu", "--peak-tflops", "1", "--memory-gib", "0.005")
     assert exit_code == 0
     assert "fits: NO" in output
@@ -86,9 +85,9 @@ def test_measured_times_take_the_place_of_a_device(run_file: str, tmp_path: Path
     assert exit_code == 0
     assert f"assumed: times are those of {calibration}, a sweep on a machine" in output
     assert "fits: yes" in output
-    told = json.loads(plan(run_file, "--calibration", str(calibration), "--json")[1])
+    values = json.loads(plan(run_file, "--calibration", str(calibration), "--json")[1])
     cost = cost_of_stages(2)
-    assert [phase["step_seconds"] for phase in told["phases"]] == [
+    assert [phase["step_seconds"] for phase in values["phases"]] == [
         cost.step_seconds(phase.batch.micro_batch_size, phase.batch.num_microbatches) for phase in run_plan.phases
     ]
 
@@ -149,12 +148,6 @@ def test_a_users_mistake_is_one_message_and_exit_code_2(
     assert captured.out == ""
     assert captured.err.startswith("error: ")
     assert says in captured.err
-
-
-def test_a_long_ramp_is_shown_by_some_of_its_phases_with_both_ends() -> None:
-    assert shown_indices(5, 12) == [0, 1, 2, 3, 4]
-    shown = shown_indices(117, 12)
-    assert (shown[0], shown[-1], len(shown)) == (0, 116, 12)
 
 
 def test_it_needs_no_torch(tmp_path: Path) -> None:

@@ -9,16 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from megastable.cli import watch
-from megastable.cli.cells import duration, percent, significant
-from megastable.cli.curve import BLOCKS, bars
-from megastable.cli.layer_table import COLUMNS, MARK, outliers
-from megastable.cli.main import main
+from megastable.cli.run_drawings import COLUMNS, MARK
 from megastable.cli.run_fields import STEP_FIELDS, WATCHED_FIELDS
 from megastable.cli.run_files import RunState
+from megastable.cli.tables import duration
+from tests.unit.cli.test_cli import exit_of_main
 from tests.unit.cli.watch_examples import EVENTS, LAYERS, frame, metrics_row, state_of, write_config, write_rows
 from tests.unit.training.metrics_examples import HARD_STEPS, step_metrics
 
@@ -213,73 +209,7 @@ def test_a_stop_holds_until_a_step_comes_after_it(run_dir: Path, stop_step: int 
     assert "ten skips in a row" in text
 
 
-# Parts
-
-
-def test_outliers_are_told_by_the_median_of_their_column() -> None:
-    found = outliers(LAYERS)
-    assert [(one.layer, one.column.key) for one in found] == [("block_1", "grad_norm")]
-    assert found[0].ratio == pytest.approx(0.96 / 0.125)
-    even = {name: dict.fromkeys(values, 2.0) for name, values in LAYERS.items()}
-    assert outliers(even) == []
-    assert outliers({name: dict.fromkeys(values, 0.0) for name, values in LAYERS.items()}) == []
-    assert outliers({}) == []
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    values=st.lists(st.none() | st.floats(allow_nan=False, allow_infinity=False)),
-    width=st.integers(1, 50),
-    height=st.integers(1, 5),
-)
-def test_curves_keep_their_place_whatever_they_draw(values: list[float | None], width: int, height: int) -> None:
-    lines = bars(values, width, height)
-    assert [len(line) for line in lines] == [min(width, len(values))] * height
-    assert set("".join(lines)) <= {*BLOCKS, "x"}
-    assert lines[-1].count("x") == (values.count(None) if len(values) <= width else lines[-1].count("x"))
-    assert (None in values) == ("x" in lines[-1])
-
-
-def test_a_curve_goes_from_its_lowest_to_its_highest_value_and_loses_no_spike() -> None:
-    assert bars([0, 1, 2, 3, 4, 5, 6, 7], width=8, height=1) == ["▁▂▃▄▅▆▇█"]
-    assert bars([0, 15], width=2, height=2) == [" █", "▁█"]
-    for place in range(100):
-        (line,) = bars([float(index == place) for index in range(100)], width=10, height=1)
-        assert line.index("█") == place // 10
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (1.0, "1"), (3.14159, "3.142"), (12.5, "12.50"), (12345.6, "12,346"), (6e-5, "6.00e-05"),
-     (1e30, "1.00e+30"), (-0.5, "-0.5000"), (999.97, "1000")],
-)  # fmt: skip
-def test_numbers_have_four_digits(value: float, text: str) -> None:
-    assert significant(value) == text
-
-
-@pytest.mark.parametrize(("value", "text"), [(0, "0%"), (1, "100.0%"), (0.0123, "1.2%"), (2e-5, "0.002%")])
-def test_shares_are_percents(value: float, text: str) -> None:
-    assert percent(value) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0 s"), (0.0421, "0.042 s"), (9.96, "10 s"), (59.7, "1 min"), (310, "5 min 10 s"), (7205, "2 h"),
-     (86_400 + 3600, "1 d 1 h"), (1e20, "1,157,407,407,407,407 d 9 h")],
-)  # fmt: skip
-def test_durations_have_two_units(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
 # The command
-
-
-def exit_of_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Call the console script; returns its exit code."""
-    monkeypatch.setattr(sys, "argv", ["megastable", "watch", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    return int(caught.value.code or 0)
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
@@ -292,7 +222,7 @@ def test_without_a_terminal_one_frame_is_printed_and_nothing_is_written(
     run_dir: Path, option: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = snapshot(run_dir)
-    assert exit_of_main(monkeypatch, str(run_dir), *option) == 0
+    assert exit_of_main(monkeypatch, "watch", str(run_dir), *option) == 0
     output = capsys.readouterr().out
     assert output.count("my_run") == 1
     assert "\x1b" not in output
@@ -311,10 +241,10 @@ def test_on_a_terminal_frames_follow_the_run_until_ctrl_c(
             raise KeyboardInterrupt
         write_rows(run_dir / "metrics.jsonl", [metrics_row(step)], mode="a")
 
-    monkeypatch.setattr(watch.time, "sleep", run_writes_a_step)
+    monkeypatch.setattr("megastable.cli.watch.time.sleep", run_writes_a_step)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    assert exit_of_main(monkeypatch, str(run_dir), "--refresh", "0.25") == 0
+    assert exit_of_main(monkeypatch, "watch", str(run_dir), "--refresh", "0.25") == 0
     output = capsys.readouterr().out
     places = [output.index(f"step {step} / 360") for step in (30, 101, 102)]
     assert places == sorted(places)
@@ -325,5 +255,5 @@ def test_a_users_mistake_is_exit_code_2(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert exit_of_main(monkeypatch, *arguments) == 2
+    assert exit_of_main(monkeypatch, "watch", *arguments) == 2
     assert capsys.readouterr().out == ""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.cli import run_files
-from megastable.cli.run_files import RunReader, Tail, number
+from megastable.cli.run_files import Row, RunReader, Tail, number
 from megastable.config import load_run_file
 from megastable.core.errors import UserError
 from megastable.planning.run_plan import RunPlan
@@ -48,7 +48,8 @@ def test_however_a_file_grows_every_whole_line_is_read_once(
     path = tmp_path_factory.mktemp("growing") / "metrics.jsonl"
     expected = [{"number": number, "text": text} for number, text in enumerate(rows)]
     written = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in expected).encode()
-    tail, found = Tail(path), []
+    tail = Tail(path)
+    found: list[Row] = []
     for end in (*sorted(cuts), len(written)):
         path.write_bytes(written[:end])
         new, afresh = tail.read()
@@ -65,7 +66,12 @@ def test_what_was_read_is_not_read_again(metrics: Path, monkeypatch: pytest.Monk
     reader.refresh(NOW_UNIX)
     parsed: list[bytes] = []
     loads = json.loads
-    monkeypatch.setattr(run_files.json, "loads", lambda line: parsed.append(line) or loads(line))
+
+    def loads_and_counts(line: bytes) -> object:
+        parsed.append(line)
+        return loads(line)
+
+    monkeypatch.setattr("megastable.cli.run_files.json.loads", loads_and_counts)
     write_rows(metrics, [metrics_row(101)], mode="a")
     assert steps_in(reader) == list(range(1, 102))
     assert steps_in(reader) == list(range(1, 102))
@@ -168,7 +174,7 @@ def test_a_file_that_cannot_be_read_is_a_fault_until_it_can(tmp_path: Path) -> N
     assert reader.state.faults == []
 
 
-def test_a_config_of_another_version_is_told_and_a_new_one_is_read(tmp_path: Path) -> None:
+def test_a_config_of_another_version_is_a_fault_and_a_new_one_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"no_such_key": 1}')
     reader = RunReader(tmp_path)
     state = reader.refresh(NOW_UNIX)

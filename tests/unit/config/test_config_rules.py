@@ -442,33 +442,33 @@ CASES = (
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
 
 
-def test_every_rule_has_a_case():
-    assert {rule.__name__ for rule in RULES} == {case.rule for case in CASES}
+def test_every_rule_has_a_case() -> None:
+    assert {rule.function.__name__ for rule in RULES} == {case.rule for case in CASES}
 
 
-def test_rules_are_documented():
-    assert all(rule.__doc__ for rule in RULES)
+def test_rules_are_documented() -> None:
+    assert all(rule.function.__doc__ for rule in RULES)
 
 
 @each_case
-def test_broken_rule_is_the_only_fault(case: Case):
+def test_broken_rule_is_the_only_fault(case: Case) -> None:
     (fault,) = faults_of(MINIMAL, case.broken, case.world_size)
     assert fault.path == case.path
     assert fault.message
 
 
 @each_case
-def test_near_miss_is_legal(case: Case):
+def test_near_miss_is_legal(case: Case) -> None:
     assert faults_of(MINIMAL, case.legal, case.world_size) == ()
 
 
 @each_case
-def test_a_fault_in_another_section_does_not_hide_the_rule(case: Case):
+def test_a_fault_in_another_section_does_not_hide_the_rule(case: Case) -> None:
     faults = faults_of(MINIMAL, (*case.broken, "megastable.logging.interval=0", "wandb.enable=true"), case.world_size)
     assert {fault.path for fault in faults} == {case.path, "megastable.logging.interval", "wandb.enable"}
 
 
-def test_a_launch_hears_of_every_division_at_once():
+def test_a_launch_hears_of_every_division_at_once() -> None:
     overrides = (
         "train_micro_batch_size_per_gpu=3",
         f"{M}.tensor_parallel.size=8",
@@ -484,7 +484,7 @@ def test_a_launch_hears_of_every_division_at_once():
     assert "nearest legal sizes are 30 or 33" in faults[3].message
 
 
-def test_unfit_ramp_names_the_legal_neighbours():
+def test_unfit_ramp_names_the_legal_neighbours() -> None:
     ramp = '{"start": 192, "increment": 16, "final": 2050, "ramp_samples": 9765625}'
     (fault,) = faults_of(MINIMAL, (f"{M}.batch_rampup={ramp}",))
     assert "2048 or 2064" in fault.message

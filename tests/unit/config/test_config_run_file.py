@@ -17,7 +17,7 @@ def refusal(path: Path, overrides: tuple[str, ...] = ()) -> str:
     return str(caught.value)
 
 
-def test_defaults(tmp_path: Path):
+def test_defaults(tmp_path: Path) -> None:
     run = load_run_file(written(tmp_path, MINIMAL))
     assert run.train_micro_batch_size_per_gpu == 1
     assert run.clip_norm == 1.0
@@ -31,11 +31,11 @@ def test_defaults(tmp_path: Path):
     assert run.megastable.training.seed == 1234
 
 
-def test_missing_file(tmp_path: Path):
+def test_missing_file(tmp_path: Path) -> None:
     assert "No such file" in refusal(tmp_path / "absent.json")
 
 
-def test_folder(tmp_path: Path):
+def test_folder(tmp_path: Path) -> None:
     assert "cannot be read" in refusal(tmp_path)
 
 
@@ -48,33 +48,33 @@ def test_folder(tmp_path: Path):
         ('{"a": 1}\n{"b": 2}', "line 2, column 1"),
     ],
 )
-def test_not_json(tmp_path: Path, text: str, place: str):
+def test_not_json(tmp_path: Path, text: str, place: str) -> None:
     assert place in refusal(written(tmp_path, text))
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", '"x"'])
-def test_not_an_object(tmp_path: Path, text: str):
+def test_not_an_object(tmp_path: Path, text: str) -> None:
     assert "must hold a JSON object" in refusal(written(tmp_path, text))
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, f'{{"a": {"9" * 5000}}}'], ids=["deep", "long number"])
-def test_json_beyond_the_parser(tmp_path: Path, text: str):
+def test_json_beyond_the_parser(tmp_path: Path, text: str) -> None:
     assert "is not valid JSON" in refusal(written(tmp_path, text))
 
 
-def test_not_text(tmp_path: Path):
+def test_not_text(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_bytes(b'{"a": "\xff"}')
     assert "UTF-8" in refusal(path)
 
 
-def test_byte_order_mark_is_no_fault(tmp_path: Path):
+def test_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
     path = written(tmp_path, MINIMAL)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert load_run_file(path) == run_from_dict(MINIMAL)
 
 
-def test_repeated_keys_are_faults_wherever_they_stand(tmp_path: Path):
+def test_repeated_keys_are_faults_wherever_they_stand(tmp_path: Path) -> None:
     text = written(tmp_path, MINIMAL).read_text()
     text = text.replace('"num_layers": 4', '"num_layers": 4, "num_layers": 5').replace(
         '{"opt', '{"fp16": {}, "fp16": {}, "opt'
@@ -111,46 +111,46 @@ def test_repeated_keys_are_faults_wherever_they_stand(tmp_path: Path):
         ("$schema=x", "$schema", "x"),
     ],
 )
-def test_override_is_the_same_as_an_edit(tmp_path: Path, override: str, path: str, value: object):
+def test_override_is_the_same_as_an_edit(tmp_path: Path, override: str, path: str, value: object) -> None:
     loaded = load_run_file(written(tmp_path, MINIMAL), [override])
     assert loaded == run_from_dict(with_value(MINIMAL, path, value))
 
 
-def test_the_last_override_holds():
+def test_the_last_override_holds() -> None:
     assert run_from_dict(MINIMAL, ["gradient_clipping=2", "gradient_clipping=3"]).clip_norm == 3
     assert run_from_dict(MINIMAL, ["gradient_clipping=auto"]).clip_norm == 0.5
 
 
-def test_overrides_mend_a_file(tmp_path: Path):
+def test_overrides_mend_a_file(tmp_path: Path) -> None:
     path = written(tmp_path, with_value(MINIMAL, "megastable.training.total_steps", 5))
     assert load_run_file(path, ["megastable.training.total_samples=null"]).megastable.training.total_steps == 5
 
 
 @pytest.mark.parametrize("override", ["gradient_clipping", "=3", "a..b=3", ".a=3", ""])
-def test_override_without_a_path_or_value(override: str):
+def test_override_without_a_path_or_value(override: str) -> None:
     (fault,) = faults_of(MINIMAL, [override])
     assert repr(override) in fault.message
 
 
-def test_override_into_a_value():
+def test_override_into_a_value() -> None:
     (fault,) = faults_of(MINIMAL, ["optimizer.params.lr.x=3"])
     assert fault.path == "optimizer.params.lr"
     assert "not a section" in fault.message
 
 
-def test_override_faults_stand_beside_the_files(tmp_path: Path):
+def test_override_faults_stand_beside_the_files(tmp_path: Path) -> None:
     text = refusal(written(tmp_path, with_value(MINIMAL, "wandb.enable", True)), ("oops", "train_batch_size=3"))
     assert "3 faults" in text
 
 
-def test_the_dict_is_left_as_it_is():
+def test_the_dict_is_left_as_it_is() -> None:
     raw = with_value(MINIMAL, "wandb.group", None)
     before = repr(raw)
     run_from_dict(raw, ["wandb.group=x"])
     assert repr(raw) == before
 
 
-def test_loading_needs_no_heavy_package():
+def test_loading_needs_no_heavy_package() -> None:
     blocked = (
         "import sys; sys.modules.update(dict.fromkeys(['torch', 'deepspeed', 'numpy', 'transformers', 'datasets']))"
     )

@@ -20,7 +20,7 @@ GOLDEN_RAMP = BatchRampup(GOLDEN, micro_batch_size=1, data_parallel_size=8, micr
 
 @st.composite
 def linear_ramps(draw: st.DrawFn, unit: int = 1) -> LinearRamp:
-    """Ramps whose sizes are multiples of ``unit``."""
+    """Draw ramps whose sizes are multiples of ``unit``."""
     increment = unit * draw(st.integers(1, 6))
     start = unit * draw(st.integers(1, 12))
     num_increments = draw(st.integers(1, 12))
@@ -34,7 +34,7 @@ def linear_ramps(draw: st.DrawFn, unit: int = 1) -> LinearRamp:
 
 @st.composite
 def step_ramps(draw: st.DrawFn, unit: int = 1) -> StepRamp:
-    """Step lists with sizes that never fall; neighbours may be equal."""
+    """Draw step lists with sizes that never fall; neighbours may be equal."""
     positions = [0, *sorted(draw(st.sets(st.integers(1, 500), max_size=6)))]
     sizes = sorted(draw(st.lists(st.integers(1, 12), min_size=len(positions), max_size=len(positions))))
     return StepRamp(tuple((position, unit * size) for position, size in zip(positions, sizes, strict=True)))
@@ -42,7 +42,7 @@ def step_ramps(draw: st.DrawFn, unit: int = 1) -> StepRamp:
 
 @st.composite
 def batch_rampups(draw: st.DrawFn) -> BatchRampup:
-    """Ramps that fit their layout, some of them with a second micro-batch size."""
+    """Draw ramps that fit their layout, some of them with a second micro-batch size."""
     micro, replicas = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     factor = draw(st.integers(1, 2))
     unit = micro * factor * replicas
@@ -52,7 +52,7 @@ def batch_rampups(draw: st.DrawFn) -> BatchRampup:
 
 
 def steps_of(ramp: BatchRampup) -> Iterator[tuple[int, Batch]]:
-    """(consumed samples before the step, its batch) of one step after another, without end."""
+    """Yield (consumed samples before the step, its batch) of one step after another, without end."""
     consumed = 0
     while True:
         batch = ramp.at(consumed)
@@ -155,11 +155,11 @@ def test_next_boundary_is_the_first_position_with_another_size(schedule: GlobalB
 @quick
 @given(st.one_of(linear_ramps(), step_ramps()))
 def test_sizes_never_fall_nor_pass_the_final_one(schedule: GlobalBatchSchedule) -> None:
-    first, final = (
-        (schedule.start, schedule.final)
-        if isinstance(schedule, LinearRamp)
-        else (schedule.steps[0][1], schedule.steps[-1][1])
-    )
+    if isinstance(schedule, LinearRamp):
+        first, final = schedule.start, schedule.final
+    else:
+        assert isinstance(schedule, StepRamp)
+        first, final = schedule.steps[0][1], schedule.steps[-1][1]
     sizes = [schedule.at(consumed) for consumed in range(0, 3000, 11)]
     assert sizes[0] == first
     assert all(before <= after for before, after in itertools.pairwise(sizes))
@@ -244,7 +244,7 @@ def test_a_step_list_that_repeats_a_size_is_one_phase_of_it() -> None:
 
 
 def sizes_named(error: UserError) -> dict[int, list[int]]:
-    """The refused sizes of the message, and for each the legal neighbours that it names."""
+    """Read the refused sizes from the message, and for each the legal neighbours that it names."""
     lines = re.findall(r"global batch (\d+) .*nearest legal sizes? (?:are|is) (.*)", str(error))
     return {int(size): [int(neighbour) for neighbour in neighbours.split(" or ")] for size, neighbours in lines}
 

@@ -35,7 +35,7 @@ FILES = {
 
 
 def make_checkpoint(checkpoints: Path, step: int) -> Path:
-    """A complete checkpoint, written as the engine does: aside, the manifest last, then renamed."""
+    """Write a complete checkpoint as the engine does: aside, the manifest last, then renamed."""
     aside = checkpoints / (folder_name(step) + PARTIAL_SUFFIX)
     for name, content in FILES.items():
         (aside / name).parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def make_checkpoint(checkpoints: Path, step: int) -> Path:
 
 
 def manifest_of(step: int, folder: Path) -> Manifest:
-    """The manifest that fits ``folder``."""
+    """Make the manifest that fits ``folder``."""
     return Manifest(
         state={"step": step, "consumed_samples": 8 * step},
         run={"megastable": {"training": {"seed": 1}}},
@@ -68,7 +68,11 @@ def damage_manifest(change: Callable[[Any], Any]) -> Callable[[Path], None]:
 
 def damage_text(text: str) -> Callable[[Path], None]:
     """Write ``text`` in the manifest's place."""
-    return lambda folder: (folder / MANIFEST_NAME).write_text(text) and None
+
+    def damage(folder: Path) -> None:
+        (folder / MANIFEST_NAME).write_text(text)
+
+    return damage
 
 
 # Kind of damage -> how it is done, and what the message names.

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason=
 
 
 def child_under(arguments: list[str], generations_between: int = 0) -> str:
-    """What a process says whose ancestor's command line ends with ``arguments``."""
+    """Return what a process prints whose ancestor's command line ends with ``arguments``."""
     script = GENERATION.replace("CHILD", repr(["-c", CHILD]))
     finished = subprocess.run(
         [sys.executable, "-S", "-c", script, str(generations_between), *arguments],

@@ -89,7 +89,7 @@ def test_a_single_process(environment: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("environment", [DEEPSPEED, TORCHRUN, SLURM], ids=["deepspeed", "torchrun", "slurm"])
-def test_several_nodes_are_told_from_one(environment: dict[str, str]) -> None:
+def test_several_nodes_are_distinguished_from_one(environment: dict[str, str]) -> None:
     assert not Launch.detect(environment).single_node
     one_node = {"LOCAL_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "SLURM_JOB_NUM_NODES": "1", "SLURM_STEP_NUM_NODES": "1"}
     here = {name: one_node.get(name, value) for name, value in environment.items()}

@@ -15,7 +15,7 @@ quick = settings(max_examples=25, deadline=None)  # no deadline: the machine may
 
 
 def schedule_of(name: str, **values: Any) -> WarmupSchedule:
-    """The schedule with those of ``values`` that it reads; the rest are as in ``SHAPES``."""
+    """Make the schedule with those of ``values`` that it reads; the rest are as in ``SHAPES``."""
     values = {"stable_samples": 300, "step_interval_samples": 100, "step_factor": 0.8, **values}
     schedule = LR_SCHEDULES[name]
     return schedule(**{field.name: values[field.name] for field in fields(schedule)})
@@ -40,7 +40,7 @@ every_schedule = pytest.mark.parametrize("name", sorted(LR_SCHEDULES))
 
 @st.composite
 def schedule_arguments(draw: st.DrawFn) -> dict[str, Any]:
-    """Legal arguments; no length need be above 0, and the constant part may end anywhere."""
+    """Draw legal arguments; no length need be above 0, and the constant part may end anywhere."""
     min_lr, more = draw(st.floats(0, 1)), draw(st.floats(0, 1))
     warmup, decay = draw(st.integers(0, 1000)), draw(st.integers(0, 1000))
     return {

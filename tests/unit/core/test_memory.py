@@ -14,7 +14,7 @@ from megastable.core.flops import ATTENTION, BLOCK, FEED_FORWARD, HALVES, ModelS
 from megastable.core.layers import LayerKind, StageLayers, flat_layers, num_parameters, stage_parameters
 from megastable.core.memory import COPIES_CHECK_BYTES, MemoryUse, NumberFormat, memory_use
 from megastable.core.model_parts import ATTENTION_KINDS, ModelParts
-from megastable.planning.step_time import FORMATS
+from megastable.planning.number_formats import FORMATS
 from tests.unit.core.test_flops import BLOOM
 from tests.unit.core.test_layers import PLAIN, any_parts
 

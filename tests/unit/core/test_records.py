@@ -14,7 +14,7 @@ BATCH = Batch(global_batch_size=24, micro_batch_size=2, num_microbatches=3)
 
 
 def result(skipped: bool) -> StepResult:
-    """A step's result; only ``skipped`` matters here."""
+    """Make a step's result; only ``skipped`` matters here."""
     return StepResult(loss=1.0, grad_norm=2.0, loss_scale=1.0, skipped=skipped, step_seconds=0.5)
 
 

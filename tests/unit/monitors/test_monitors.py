@@ -1,29 +1,34 @@
-"""Monitors: what each says and when, and that nothing of any is lost on a resume."""
+"""Monitors: what each says and when, that nothing of any is lost on a resume, and that one more is welcome."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from megastable.core.batch_rampup import Batch
+from megastable.core.errors import UserError
 from megastable.core.records import Event, StepResult, TrainingState, Watched
 from megastable.core.robust import RollingDeviation
-from megastable.monitors import MONITORS, Monitors, training_status
+from megastable.monitors import MONITORS, Monitors
 from megastable.monitors.monitor import STOP, Seen
+from megastable.planning.run_plan import RunPlan
 from tests.support.tiny_run import tiny_run
+from tests.support.toy_monitor import METRIC, LearningRateProgress, planned_learning_rates
 
 quick = settings(max_examples=25, deadline=None)  # no deadline: the machine may be busy
-FP16 = {"fp16": {"enabled": True, "min_loss_scale": 2}}
+FP16: dict[str, Any] = {"fp16": {"enabled": True, "min_loss_scale": 2}}
 EXPECTED_FIRST_LOSS = math.log(300)
+LEARNING_RATE = 0.004
 
 
 def watched(headroom: float = 0.01, layers: dict[str, dict[str, float]] | None = None) -> Watched:
@@ -34,7 +39,17 @@ def watched(headroom: float = 0.01, layers: dict[str, dict[str, float]] | None =
 def seen(step: int, batch_size: int = 4, **result: Any) -> Seen:
     values = {"loss": 5.7, "grad_norm": 1.0, "loss_scale": 1.0, "skipped": False, "step_seconds": 1.0, **result}
     state = TrainingState(step=step, consumed_samples=4 * step)
-    return Seen(state, Batch(batch_size, 1, batch_size), StepResult(**values))
+    return Seen(state, Batch(batch_size, 1, batch_size), LEARNING_RATE, StepResult(**values))
+
+
+def plan_of(world_size: int = 1, **changes: Any) -> RunPlan:
+    """Plan the tiny run with changes."""
+    return RunPlan.of(tiny_run(**changes), world_size)
+
+
+def monitors_of(**changes: Any) -> Monitors:
+    """Make the monitors of the tiny run with changes."""
+    return Monitors(plan_of(**changes))
 
 
 def kinds(events: list[Event]) -> list[str]:
@@ -43,7 +58,7 @@ def kinds(events: list[Event]) -> list[str]:
 
 @st.composite
 def steps(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Steps with skips at falling scales, spikes, watched layers and a growing batch."""
+    """Draw steps with skips at falling scales, spikes, watched layers and a growing batch."""
     rng = random.Random(draw(st.integers(0, 2**32)))
     found, batch = [], 4
     for _ in range(draw(st.integers(2, 30))):
@@ -64,38 +79,38 @@ def steps(draw: st.DrawFn) -> list[dict[str, Any]]:
 @quick
 @given(steps=steps(), cut=st.integers(0, 30))
 def test_a_resumed_monitor_says_what_an_uninterrupted_one_says(steps: list[dict[str, Any]], cut: int) -> None:
-    run = tiny_run(**FP16, megastable__monitors__max_skips_at_min_scale=3)
-    whole, first = Monitors(run), Monitors(run)
+    plan = plan_of(**FP16, megastable__monitors__max_skips_at_min_scale=3)
+    whole, first = Monitors(plan), Monitors(plan)
     for number, step in enumerate(steps, start=1):
         if number == cut % len(steps) + 1:
             state = json.loads(json.dumps(first.state_dict()))
-            first = Monitors(run)
+            first = Monitors(plan)
             first.load_state_dict(state)
         assert first.observe(seen(number, **step)) == whole.observe(seen(number, **step))
         assert first.values() == whole.values()
-        assert first.want_a_look == whole.want_a_look == step["skipped"]
+        assert first.should_watch_next_step == whole.should_watch_next_step == step["skipped"]
 
 
 def test_the_registry_is_documented_and_a_checkpoint_without_a_monitor_is_no_fault() -> None:
     assert all(kind.__doc__ for kind in MONITORS.values())
-    monitors = Monitors(tiny_run())
+    monitors = monitors_of()
     assert monitors.state_dict().keys() == MONITORS.keys()
     monitors.load_state_dict({})
 
 
 @pytest.mark.parametrize(("share", "warns"), [(0.91, False), (1.09, False), (0.89, True), (1.11, True)])
 def test_a_first_loss_off_by_a_tenth_is_a_warning(share: float, warns: bool) -> None:
-    events = Monitors(tiny_run()).observe(seen(1, loss=share * EXPECTED_FIRST_LOSS))
+    events = monitors_of().observe(seen(1, loss=share * EXPECTED_FIRST_LOSS))
     assert kinds(events) == (["warning"] if warns else ["first_loss"])
-    assert kinds(Monitors(tiny_run()).observe(seen(2, loss=share * EXPECTED_FIRST_LOSS))) == []
+    assert kinds(monitors_of().observe(seen(2, loss=share * EXPECTED_FIRST_LOSS))) == []
 
 
 def test_a_first_loss_that_is_no_number_is_a_warning() -> None:
-    assert kinds(Monitors(tiny_run()).observe(seen(1, loss=math.nan))) == ["warning"]
+    assert kinds(monitors_of().observe(seen(1, loss=math.nan))) == ["warning"]
 
 
 def test_a_step_of_the_ramp_is_an_event_once() -> None:
-    monitors = Monitors(tiny_run())
+    monitors = monitors_of()
     events = [kinds(monitors.observe(seen(step, batch_size=size))) for step, size in enumerate((4, 4, 8, 8), start=2)]
     assert events == [[], [], ["ramp"], []]
 
@@ -103,15 +118,15 @@ def test_a_step_of_the_ramp_is_an_event_once() -> None:
 @pytest.mark.parametrize(("headroom", "warns"), [(0.24, False), (0.25, True), (math.inf, True)])
 def test_little_headroom_is_a_warning_that_names_the_layer(headroom: float, warns: bool) -> None:
     layers = {"block_3": {"max_activation": 9.0, "max_attention_logit": 65504 * headroom}}
-    events = Monitors(tiny_run(**FP16)).observe(seen(2, watched=watched(headroom, layers)))
+    events = monitors_of(**FP16).observe(seen(2, watched=watched(headroom, layers)))
     assert kinds(events) == (["warning"] if warns else [])
     if warns:
         assert "max_attention_logit of block_3" in events[0].text and "fp16" in events[0].text
 
 
 def skips(scales: list[float | None], **changes: Any) -> list[str]:
-    """Kinds of events of steps at these loss scales; None is a step that is not skipped."""
-    monitors = Monitors(tiny_run(megastable__monitors__max_skips_at_min_scale=3, **changes))
+    """Return the kinds of events of steps at these loss scales; None is a step that is not skipped."""
+    monitors = monitors_of(megastable__monitors__max_skips_at_min_scale=3, **changes)
     found = []
     for step, scale in enumerate(scales, start=2):
         found += monitors.observe(seen(step, skipped=scale is not None, loss_scale=scale or 2.0))
@@ -135,7 +150,7 @@ def test_only_skips_that_no_scale_can_end_stop_a_run() -> None:
     ],
 )
 def test_the_diagnosis_says_where_it_went_wrong(values: dict[str, float], says: str) -> None:
-    monitors = Monitors(tiny_run(megastable__monitors__max_skips_at_min_scale=1, **FP16))
+    monitors = monitors_of(megastable__monitors__max_skips_at_min_scale=1, **FP16)
     layers = {"embedding": {"max_activation": 1.0}, "block_0": values, "head": {"max_activation": math.inf}}
     if not math.isinf(values["max_activation"]):
         del layers["head"]
@@ -170,63 +185,106 @@ def test_volatility_is_the_standard_deviation_of_plain_noise() -> None:
     assert rolling.deviation == pytest.approx(0.5, rel=0.03)
 
 
-def test_training_status_of_any_model() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 2))
-    for number, parameter in enumerate(model.parameters()):
-        nn.init.constant_(parameter, float(number))
-        if number < 4:
-            parameter.grad = torch.full_like(parameter, 2.0 - number)
-    status = training_status(model)
-    sizes = [12, 4, 8, 2, 4, 2]
-    norms = [number * size**0.5 for number, size in enumerate(sizes)]
-    gradients = [abs(2.0 - number) * size**0.5 for number, size in enumerate(sizes[:4])]
-    assert status.parameter_norm == pytest.approx(math.sqrt(sum(norm**2 for norm in norms)))
-    assert (status.mean_parameter_norm, status.max_parameter_norm) == (
-        pytest.approx(sum(norms) / 6), pytest.approx(max(norms)),
-    )  # fmt: skip
-    assert status.mean_grad_norm == pytest.approx(sum(gradients) / 4)
-    assert status.max_grad_norm == pytest.approx(max(gradients))
-    assert [name for name, _ in status.worst] == ["0.weight", "0.bias", "1.bias", "1.weight"]
-    assert status.num_without_gradient == 2 and "2 without a gradient" in str(status)
-
-    next(model.parameters()).grad[0, 0] = math.nan
-    list(model.parameters())[3].grad[0] = math.inf
-    assert {name for name, _ in training_status(model).worst[:2]} == {"0.weight", "1.bias"}
-
-
-def test_training_status_before_any_backward() -> None:
-    status = training_status(nn.Linear(2, 2))
-    assert (status.mean_grad_norm, status.max_grad_norm, status.worst) == (0.0, 0.0, [])
-
-
-def test_training_status_of_models_that_are_not_plain() -> None:
-    embedding = nn.Embedding(4, 2, sparse=True)
-    embedding(torch.tensor([1, 1, 3])).sum().backward()
-    assert training_status(embedding).max_grad_norm == pytest.approx((4 + 4 + 1 + 1) ** 0.5)
-    odd = nn.Module()
-    odd.complex = nn.Parameter(torch.tensor([3 + 4j]))
-    odd.whole = nn.Parameter(torch.tensor([12], dtype=torch.int8), requires_grad=False)
-    odd.later = nn.LazyLinear(3)
-    assert training_status(odd).parameter_norm == pytest.approx(13.0)
-
-
 @pytest.mark.parametrize(("slowest", "warns"), [(1.0, False), (3.0, False), (9.0, True)])
-def test_the_balance_of_the_stages_is_told_once_and_warned_of_where_it_is_far_off(slowest: float, warns: bool) -> None:
-    run = tiny_run(megastable__pipeline__num_stages=2, megastable__pipeline__partition=[2, 2])
+def test_the_balance_of_the_stages_is_reported_once_and_warned_of_where_it_is_far_off(
+    slowest: float, warns: bool
+) -> None:
+    plan = plan_of(2, megastable__pipeline__num_stages=2, megastable__pipeline__partition=[2, 2])
     look = replace(watched(), stage_busy_seconds={"stage_0": 1.0, "stage_1": slowest})
-    monitors = Monitors(run)
+    monitors = Monitors(plan)
     first = seen(1, watched=look, loss=EXPECTED_FIRST_LOSS)
     assert kinds(monitors.observe(first)) == ["first_loss"], "everything warms up"
     assert kinds(monitors.observe(seen(2))) == []
     events = monitors.observe(seen(3, watched=look))
     assert kinds(events) == (["stage_balance", "warning"] if warns else ["stage_balance"])
     assert events[0].data["measured"] == pytest.approx(2 * slowest / (1 + slowest) - 1)
-    assert 0 < events[0].data["predicted"] < 1
-    resumed = Monitors(run)
+    assert events[0].data["predicted"] == plan.cut.imbalance
+    assert 0 < plan.cut.imbalance < 1
+    resumed = Monitors(plan)
     resumed.load_state_dict(json.loads(json.dumps(monitors.state_dict())))
-    for told in (monitors, resumed):
-        assert kinds(told.observe(seen(4, watched=look))) == []
+    resumed.observe(seen(4))  # everything is warm again
+    for reported in (monitors, resumed):
+        assert kinds(reported.observe(seen(5, watched=look))) == []
 
 
 def test_one_stage_has_no_balance() -> None:
-    assert kinds(Monitors(tiny_run()).observe(seen(2, watched=watched()))) == []
+    assert kinds(monitors_of().observe(seen(2, watched=watched()))) == []
+
+
+def test_checkpoints_with_the_older_names_of_a_state_still_load() -> None:
+    plan = plan_of(2, megastable__pipeline__num_stages=2, megastable__monitors__max_skips_at_min_scale=3)
+    monitors = Monitors(plan)
+    monitors.load_state_dict({"skipped_steps": {"hopeless": 2, "wants_a_look": True}, "stage_balance": {"told": True}})
+    assert monitors.should_watch_next_step
+    state = monitors.state_dict()
+    assert state["skipped_steps"] == {"consecutive_skips": 2, "should_watch_next_step": True}
+    assert state["stage_balance"] == {"reported": True}
+    assert kinds(monitors.observe(seen(5, skipped=True))) == ["skip", STOP]
+    monitors.load_state_dict({"stage_balance": {"told": False}})
+    assert monitors.state_dict()["stage_balance"] == {"reported": False}
+
+
+# A monitor that is added
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add one line to the registry."""
+    monkeypatch.setitem(MONITORS, "toy", LearningRateProgress)
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_new_monitor_measures_what_it_sees_of_the_learning_rate_and_the_plan() -> None:
+    plan = plan_of()
+    total = sum(planned_learning_rates(plan))
+    monitors = Monitors(plan)
+    for step in (1, 2, 3):
+        monitors.observe(seen(step))
+        assert monitors.values()[METRIC] == pytest.approx(step * LEARNING_RATE / total)
+    assert "loss_volatility" in monitors.values()
+
+    state = json.loads(json.dumps(monitors.state_dict()))
+    assert state["toy"] == {"used": pytest.approx(3 * LEARNING_RATE)}
+    resumed = Monitors(plan)
+    resumed.load_state_dict(state)
+    for resumed_or_not in (monitors, resumed):
+        resumed_or_not.observe(seen(4))
+        assert resumed_or_not.values()[METRIC] == pytest.approx(4 * LEARNING_RATE / total)
+
+
+class NamedLikeTwoOthers(LearningRateProgress):
+    """Has the name of a step's metric and that of another monitor's."""
+
+    metric_names = ("lr", "loss_volatility")
+
+
+def test_a_name_in_use_is_refused_at_the_start_and_every_clash_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MONITORS, "toy", NamedLikeTwoOthers)
+    with pytest.raises(UserError) as caught:
+        Monitors(plan_of(), step_metrics=("loss", "lr"))
+    text = str(caught.value)
+    assert "lr, measured by the monitor toy, is a metric of the step itself" in text
+    assert "loss_volatility, measured by the monitor toy, is a metric of the monitor loss_volatility" in text
+
+
+class MeasuresMoreThanItLists(LearningRateProgress):
+    """Has a number whose name nobody could compare with the others."""
+
+    metric_names = ()
+
+
+def test_a_number_that_is_not_listed_is_an_error_that_names_the_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MONITORS, "toy", MeasuresMoreThanItLists)
+    monitors = monitors_of()
+    monitors.observe(seen(1))
+    with pytest.raises(ValueError, match=f"monitor toy measures {METRIC}, which its metric_names do not list"):
+        monitors.values()
+
+
+def test_monitors_need_no_torch() -> None:
+    script = "import sys; sys.modules['torch'] = None\nfrom megastable.monitors import Monitors, training_status"
+    repository = Path(__file__).parents[3]
+    finished = subprocess.run(
+        [sys.executable, "-c", script], cwd=repository, capture_output=True, text=True, timeout=60
+    )
+    assert finished.returncode == 0, finished.stderr

@@ -14,7 +14,7 @@ SIZES = (4, 8, 12, 16, 20)
 
 
 def cost_of_stages(num_stages: int, scale: float = 1.0) -> PipelineCost:
-    """Stages of different lengths, with every kind of cost."""
+    """Build stages of different lengths, with every kind of cost."""
     stages = tuple(
         StageTime(MicroBatchTime(0.01 * scale, 0.1 + 0.01 * stage), MicroBatchTime(0.02, 0.2 * scale))
         for stage in range(num_stages)
@@ -23,13 +23,13 @@ def cost_of_stages(num_stages: int, scale: float = 1.0) -> PipelineCost:
 
 
 def file_of(plan: RunPlan, **changes: Any) -> CalibrationFile:
-    """A calibration file that fits the plan."""
+    """Build a calibration file that fits the plan."""
     values = {"method": "sweep", "device": "a machine", "on_cpu": True, "memory_gib": 2.0, **changes}
     return calibration_file(plan, cost_of_stages(plan.layout.num_stages), **values)
 
 
 def made_seconds(plan: RunPlan, cost: PipelineCost, sizes: tuple[int, ...] = SIZES) -> dict[Batch, list[float]]:
-    """Steps of a sweep as a cost makes them, with a slow one among them."""
+    """Make the steps of a sweep as a cost predicts them, with a slow one among them."""
     swept = sweep_batches(sizes, [1, 2], plan.layout.data_parallel_size)
     times = {batch: cost.step_seconds(batch.micro_batch_size, batch.num_microbatches) for batch in swept}
     return {batch: [took, took, 3 * took] for batch, took in times.items()}

@@ -7,11 +7,11 @@ from tests.support.tiny_run import tiny_run
 
 
 def plan_of(world_size: int = 1, **changes: Any) -> RunPlan:
-    """The plan of the tiny run with changes."""
+    """Plan the tiny run with changes."""
     return RunPlan.of(tiny_run(**changes), world_size)
 
 
 def sample_of_step(plan: RunPlan, step: int) -> int:
-    """Samples consumed before ``step``."""
+    """Count the samples that are consumed before ``step``."""
     phase = [phase for phase in plan.phases if phase.first_step <= step][-1]
     return phase.first_sample + (step - phase.first_step) * phase.batch.global_batch_size

@@ -1,4 +1,4 @@
-"""A run that nobody objects to, and for every rule of the reviewer what fires it and the nearest that does not."""
+"""A run on which no rule fires, and for every rule of the preflight what fires it and the nearest that does not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megastable.planning.preflight.review import Gpu, LocalText
 V100, A100 = Gpu("Tesla V100-SXM2-32GB", (7, 0)), Gpu("NVIDIA A100-SXM4-80GB", (8, 0))
 P100, GTX_1660 = Gpu("Tesla P100-PCIE-16GB", (6, 0)), Gpu("NVIDIA GeForce GTX 1660 Ti", (7, 5))
 
-# GPT-2 small in bf16 as nobody would object to it: 1000 updates of 512 on 16 replicas, in micro-batches of 8.
+# GPT-2 small in bf16 with customary values: 1000 updates of 512 on 16 replicas, in micro-batches of 8.
 SOUND: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 8,
     "gradient_clipping": 1.0,
@@ -44,7 +44,7 @@ LARGE = (  # 1.3B in fp32, so that only its size is different
 
 
 def ramp(start: int, final: int, ramp_samples: int, micro_steps: str = "[]") -> str:
-    """The override that makes a ramp of it."""
+    """Build the override that makes a ramp of the batch."""
     sizes = f'"start": {start}, "increment": {start}, "final": {final}, "ramp_samples": {ramp_samples}'
     return f'{M}.batch_rampup={{{sizes}, "micro_batch_size_steps": {micro_steps}}}'
 
@@ -66,7 +66,7 @@ class Case:
 
 
 def bytes_of_text(num_bytes: int, fault: str = "") -> LocalText:
-    """So much text in one document."""
+    """Describe so much text in one document."""
     return LocalText(num_documents=1, num_bytes=num_bytes, fault=fault)
 
 
@@ -234,7 +234,7 @@ CASES = (
         (ramp(128, 512, 10**5),),
     ),
     Case(
-        "chosen_micro_batches_are_told",
+        "chosen_micro_batches_are_shown",
         (
             "train_micro_batch_size_per_gpu=1",
             f"{M}.batch_rampup.micro_batch_size=auto",

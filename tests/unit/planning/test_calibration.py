@@ -31,13 +31,13 @@ OTHER_RUNS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A file that fits the tiny run on two stages."""
+    """Write a file that fits the tiny run on two stages."""
     file_of(plan_of(2, **TWO_STAGES)).write(tmp_path / "sweep.json")
     return tmp_path / "sweep.json"
 
 
 def refusal(path: Path, **changes: Any) -> str:
-    """The message with which a file is refused."""
+    """Return the message with which a file is refused."""
     run = {**TWO_STAGES, **changes}
     world_size = run["megastable__pipeline__num_stages"] * run.get("megastable__tensor_parallel__size", 1)
     with pytest.raises(UserError) as caught:

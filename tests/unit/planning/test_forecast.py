@@ -14,8 +14,9 @@ from megastable.config.stages import model_parts, model_shape
 from megastable.core.devices import Device
 from megastable.core.errors import UserError
 from megastable.core.layers import num_parameters
-from megastable.planning.forecast import forecast
-from megastable.planning.machine import Machine
+from megastable.planning.calibration import CalibrationFile
+from megastable.planning.data_sheet_cost import DEFAULT_EFFICIENCY, Machine
+from megastable.planning.forecast import Basis, forecast
 from megastable.planning.micro_batches import load_plan
 from megastable.planning.run_plan import RunPlan
 from megastable.planning.search import MICRO_BATCH_SIZES, search_layouts
@@ -31,7 +32,7 @@ MINUTE = Machine(Device("slow", dict.fromkeys(("fp32", "bf16", "fp16"), 0.001), 
 
 @pytest.fixture(scope="module")
 def bloom() -> dict[str, Any]:
-    """BLOOM's forecast on its 384 A100s, as JSON has it."""
+    """Forecast BLOOM on its 384 A100s, as JSON has it."""
     plan = RunPlan.of(load_run_file(RUN_FILES / "bloom_176b.json"), world_size=384)
     return forecast(plan, A100).as_dict()
 
@@ -64,10 +65,10 @@ def test_the_ramp_is_what_training_will_do(world_size: int, total_steps: int, mi
         train_micro_batch_size_per_gpu=micro,
         megastable__batch_rampup=ramp,
     )
-    told = forecast(plan, MINUTE).as_dict()
-    assert told["total_steps"] == total_steps == sum(entry["num_steps"] for entry in told["phases"])
-    assert len(told["ramp"]) == len(told["phases"])
-    for entry, phase in zip(told["ramp"], told["phases"], strict=True):
+    result = forecast(plan, MINUTE).as_dict()
+    assert result["total_steps"] == total_steps == sum(entry["num_steps"] for entry in result["phases"])
+    assert len(result["ramp"]) == len(result["phases"])
+    for entry, phase in zip(result["ramp"], result["phases"], strict=True):
         assert entry["first_step"] == phase["first_step"]
         assert entry["first_sample"] == sample_of_step(plan, entry["first_step"])
         batch = plan.ramp.at(entry["first_sample"])
@@ -77,33 +78,33 @@ def test_the_ramp_is_what_training_will_do(world_size: int, total_steps: int, mi
             batch.num_microbatches,
         )
         assert phase["tokens_per_second"] == pytest.approx(batch.global_batch_size * 16 / phase["step_seconds"])
-    assert told["seconds_to_train"] == pytest.approx(
-        sum(phase["num_steps"] * phase["step_seconds"] for phase in told["phases"])
+    assert result["seconds_to_train"] == pytest.approx(
+        sum(phase["num_steps"] * phase["step_seconds"] for phase in result["phases"])
     )
 
 
 def test_one_stage_alone_computes_at_its_speed() -> None:
     """No bubble, no links: the hardware TFLOPs are the machine's."""
-    told = forecast(plan_of(), MINUTE).as_dict()
-    assert all(phase["hardware_tflops_per_device"] == pytest.approx(0.001) for phase in told["phases"])
-    assert all(phase["bubble"] == phase["idle_share"] == 0 for phase in told["phases"])
+    result = forecast(plan_of(), MINUTE).as_dict()
+    assert all(phase["hardware_tflops_per_device"] == pytest.approx(0.001) for phase in result["phases"])
+    assert all(phase["bubble"] == phase["idle_share"] == 0 for phase in result["phases"])
 
 
-def test_without_a_device_nothing_that_depends_on_one_is_told() -> None:
-    told = forecast(plan_of(2, megastable__pipeline__num_stages=2), None).as_dict()
-    assert told["seconds_to_train"] is told["fits"] is told["device"] is told["efficiency"] is None
-    assert all(phase["step_seconds"] is phase["tflops_per_device"] is None for phase in told["phases"])
-    assert all(0 < phase["bubble"] <= phase["idle_share"] < 1 for phase in told["phases"])
-    assert "--device" in told["assumptions"][0]
+def test_without_a_device_nothing_that_depends_on_one_is_given() -> None:
+    result = forecast(plan_of(2, megastable__pipeline__num_stages=2), None).as_dict()
+    assert result["seconds_to_train"] is result["fits"] is result["device"] is result["efficiency"] is None
+    assert all(phase["step_seconds"] is phase["tflops_per_device"] is None for phase in result["phases"])
+    assert all(0 < phase["bubble"] <= phase["idle_share"] < 1 for phase in result["phases"])
+    assert "--device" in result["assumptions"][0]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_shipped_file_is_forecast_on_its_fewest_devices(path: Path) -> None:
     plan, _ = load_plan(path, None)
-    told = forecast(plan, A100).as_dict()
-    assert told["seconds_to_train"] > 0
-    assert len(told["memory"]) == plan.layout.num_stages
-    assert any("45%" in line for line in told["assumptions"])
+    result = forecast(plan, A100).as_dict()
+    assert result["seconds_to_train"] > 0
+    assert len(result["memory"]) == plan.layout.num_stages
+    assert any("45%" in line for line in result["assumptions"])
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
@@ -130,6 +131,37 @@ def test_a_device_is_of_the_table_or_described() -> None:
         Machine.of("cpu")
 
 
+# What it rests on
+
+
+def never_measured(plan: RunPlan) -> CalibrationFile:
+    """Stand in for a probe where none may run."""
+    raise AssertionError("measured")
+
+
+def basis_of(device: str | None, **options: Any) -> Basis:
+    """Find the basis of the tiny run that a command line asks for, on a machine that is not measured."""
+    return Basis.of(plan_of(), device, probe=never_measured, **options)
+
+
+@pytest.mark.parametrize(
+    ("device", "options"), [("cpu", {}), (None, {"calibration": Path("sweep.json")})], ids=["probe", "calibration"]
+)
+def test_an_efficiency_beside_measured_times_is_refused(device: str | None, options: dict[str, Any]) -> None:
+    """They have no peak that it could be a share of; refused before anything is measured or read."""
+    for efficiency in (0.3, DEFAULT_EFFICIENCY):
+        with pytest.raises(UserError, match="--efficiency is a share of a data sheet's peak"):
+            basis_of(device, efficiency=efficiency, **options)
+
+
+@pytest.mark.parametrize("efficiency", [None, 0.3])
+@pytest.mark.parametrize(("device", "figures"), [("A100", {}), ("cpu", {"peak_tflops": 0.1, "memory_gib": 8.0})])
+def test_an_efficiency_is_of_a_data_sheet(device: str, figures: dict[str, Any], efficiency: float | None) -> None:
+    machine = basis_of(device, efficiency=efficiency, **figures).machine
+    assert machine is not None
+    assert machine.efficiency == (0.45 if efficiency is None else efficiency)
+
+
 # Search
 
 
@@ -151,7 +183,7 @@ def test_the_search_finds_legal_layouts_and_ranks_them_by_time(devices: int, fin
 
 
 def is_legal(ramp: dict[str, Any], total_samples: int, candidate: Any, devices: int) -> bool:
-    """Whether the file that a candidate stands for is taken; no tiny run needs more memory than there is."""
+    """Tell whether the file that a candidate stands for is accepted; every tiny run fits the memory."""
     raw = run_dict(
         megastable__batch_rampup={**ramp, "start": candidate.ramp_start},
         megastable__pipeline={
@@ -176,9 +208,9 @@ def test_what_the_search_says_of_a_layout_is_what_its_forecast_says() -> None:
             continue
         if candidate.activation_checkpointing or candidate.ramp_start != 4:
             continue
-        told = forecast(plan, MINUTE)
-        assert candidate.seconds_to_train == pytest.approx(told.seconds_to_train)
-        assert candidate.memory_gib == pytest.approx(told.memory[told.fullest_stage].total / 2**30)
+        result = forecast(plan, MINUTE)
+        assert candidate.seconds_to_train == pytest.approx(result.seconds_to_train)
+        assert candidate.memory_gib == pytest.approx(result.memory[result.fullest_stage].total / 2**30)
         return
     raise AssertionError("the file's own layout was not tried")
 

@@ -25,12 +25,12 @@ every_decay = pytest.mark.parametrize("name", DECAYING)
 
 
 def lr_schedule(name: str, **keys: Any) -> dict[str, Any]:
-    """The section of a run file; ``min_lr`` where the type reads it."""
+    """Build the section of a run file, with ``min_lr`` where the type reads it."""
     return {"type": name, **({"min_lr": MIN_LR} if name in DECAYING else {}), **keys}
 
 
 def learning_rates(plan: RunPlan) -> list[float]:
-    """The learning rate of every step of a run without skips, as the loop asks for it."""
+    """Compute the learning rate of every step of a run without skips, as the loop does."""
     rates, consumed = [], 0
     for _ in range(plan.length.total_steps):
         batch = plan.ramp.at(consumed)
@@ -47,7 +47,7 @@ def test_which_schedules_have_a_minimum() -> None:
 
 
 def a1(**changes: Any) -> RunPlan:
-    """100 steps, global batch 16, ramp from 8 by 8 over 160 samples, warmup a tenth of the run."""
+    """Plan 100 steps, global batch 16, ramp from 8 by 8 over 160 samples, warmup a tenth of the run."""
     ramp = {"start": 8, "increment": 8, "final": 16, "ramp_samples": 160}
     return plan_of(
         megastable__batch_rampup=ramp,
@@ -79,7 +79,7 @@ def test_a1_the_peak_is_at_the_warmups_end_and_the_last_step_at_the_minimum(name
 
 @st.composite
 def ramped_runs(draw: st.DrawFn) -> dict[str, Any]:
-    """Changes of the tiny run: a ramp of any form, a length in either unit and down to one step."""
+    """Draw changes of the tiny run: a ramp of any form, a length in either unit and down to one step."""
     start, increment, n = draw(st.integers(1, 8)), draw(st.integers(1, 8)), draw(st.integers(1, 6))
     linear = {"start": start, "increment": increment, "final": start + n * increment}
     ramp: dict[str, Any] = draw(
@@ -100,7 +100,7 @@ def ramped_runs(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def amounts(most_samples: int) -> st.SearchStrategy[Any]:
-    """An amount within the run in any unit, of any length, 0 included."""
+    """Draw an amount within the run in any unit, of any length, 0 included."""
     samples = st.integers(0, most_samples)
     return st.one_of(
         samples,
@@ -111,7 +111,7 @@ def amounts(most_samples: int) -> st.SearchStrategy[Any]:
 
 @st.composite
 def runs_with(draw: st.DrawFn, name: str) -> dict[str, Any]:
-    """The same with a schedule ``name`` whose decay ends with the run, and with any other lengths."""
+    """Draw such changes with a schedule ``name`` whose decay ends with the run, and with any other lengths."""
     changes = draw(ramped_runs())
     (length,) = changes["megastable__training"].values()  # in steps or samples: at most the samples of the run
     keys = {"warmup": draw(amounts(length))}
@@ -154,7 +154,7 @@ def test_the_ramp_form_does_not_enter_the_schedule(name: str, data: st.DataObjec
     changes = data.draw(runs_with(name))
     plan = plan_of(**changes)
     length = plan.length
-    flat = {"steps": [[0, 1], [length.last_step_start, length.total_samples - length.last_step_start]]}
+    flat: dict[str, Any] = {"steps": [[0, 1], [length.last_step_start, length.total_samples - length.last_step_start]]}
     if length.last_step_start == 0:
         flat = {"final": length.total_samples}
     same = {
@@ -170,7 +170,7 @@ def test_the_ramp_form_does_not_enter_the_schedule(name: str, data: st.DataObjec
 
 
 def ramp_of_three(**changes: Any) -> RunPlan:
-    """Steps of 4, 8 and 16 samples, two of each, at a constant learning rate without warmup."""
+    """Plan steps of 4, 8 and 16 samples, two of each, at a constant learning rate without warmup."""
     keys = {"warmup": 0, **changes.pop("keys", {})}
     return plan_of(
         megastable__batch_rampup={"steps": [[0, 4], [8, 8], [24, 16]]},

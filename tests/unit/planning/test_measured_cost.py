@@ -1,4 +1,4 @@
-"""The cost of a plan's steps from what a block and the ends of the model take."""
+"""The cost of a plan's steps from what a block and the ends of the model take; the sizes to measure."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from megastable.planning.measured_cost import (
     FIRST,
     LAST,
     Probe,
-    cost_of,
     mean_probe,
     planned_sizes,
+    probed_cost,
     probed_sizes,
 )
 from tests.unit.planning.plan_examples import plan_of
 
 
 def line(seconds: float) -> MicroBatchTime:
-    """The same cost whatever the size, and ten times it a sample."""
+    """Build a line with a cost whatever the size, and ten times it a sample."""
     return MicroBatchTime(seconds, 10 * seconds)
 
 
@@ -38,8 +38,8 @@ PROBE = Probe(
 
 
 def cost(world_size: int, **changes: Any) -> PipelineCost:
-    """Of the tiny run: four blocks."""
-    return cost_of(plan_of(world_size, **changes), PROBE)
+    """Return the cost of the tiny run, which has four blocks."""
+    return probed_cost(plan_of(world_size, **changes), PROBE)
 
 
 def test_every_stage_has_its_blocks_and_its_ends() -> None:
@@ -63,7 +63,7 @@ def test_tensor_ranks_share_the_work() -> None:
 
 
 def test_the_update_is_shared_by_replicas_which_sum_their_gradients() -> None:
-    alone, shared = cost(1), cost_of(plan_of(2), replace(PROBE, copy_seconds=0.0))
+    alone, shared = cost(1), probed_cost(plan_of(2), replace(PROBE, copy_seconds=0.0))
     assert shared.fixed_seconds == alone.fixed_seconds / 2
     assert cost(2).fixed_seconds > shared.fixed_seconds
 
@@ -89,7 +89,7 @@ def test_there_is_always_a_line_to_draw(planned: set[int], probed: list[int]) ->
 
 
 def test_sizes_that_are_to_be_chosen_are_measured_over_a_spread() -> None:
-    auto = {"micro_batch_size": "auto", "calibration": "to_come.json"}
+    auto: dict[str, Any] = {"micro_batch_size": "auto", "calibration": "to_come.json"}
     plan = plan_of(**{f"megastable__batch_rampup__{key}": value for key, value in auto.items()})
     assert len(planned_sizes(plan)) > 2
     assert planned_sizes(plan_of(train_micro_batch_size_per_gpu=2)) == {2}

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from megastable.core.batch_rampup import Batch, BatchRampup, LinearRamp, StepRamp, global_batch_sizes
 from megastable.core.errors import UserError
+from megastable.core.memory import GIB
 from megastable.core.pipeline_cost import MicroBatchTime, PipelineCost, StageTime
-from megastable.planning.micro_batches import GIB, MicroBatchChoice
+from megastable.planning.micro_batches import MicroBatchChoice
 
 quick = settings(max_examples=25, deadline=None)
 seconds = st.floats(0, 1)
@@ -26,12 +27,12 @@ costs = st.builds(
 
 
 def bytes_in_flight(batch: Batch) -> float:
-    """Of a pipeline of four stages whose samples need a GiB each, and whose weights need one."""
+    """Count the bytes of a pipeline of four stages whose samples need a GiB each, and whose weights need one."""
     return GIB * (1 + batch.micro_batch_size * min(4, batch.num_microbatches))
 
 
 def splits(global_batch_size: int, replicas: int) -> list[Batch]:
-    """All there are."""
+    """List all splits of a batch."""
     samples = global_batch_size // replicas
     return [Batch(global_batch_size, size, samples // size) for size in range(1, samples + 1) if samples % size == 0]
 

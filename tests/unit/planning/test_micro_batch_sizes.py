@@ -17,7 +17,7 @@ from megastable.config.run_config import run_as_dict
 from megastable.core.checkpoint_folder import Manifest
 from megastable.core.devices import DEVICES, Device
 from megastable.core.errors import UserError
-from megastable.planning.machine import Machine
+from megastable.planning.data_sheet_cost import Machine
 from megastable.planning.memory import stage_memory
 from megastable.planning.micro_batches import load_plan, with_chosen_micro_batches, with_recorded_micro_batches
 from megastable.planning.preflight.preflight import preflight
@@ -36,25 +36,25 @@ COSTLY, FREE = 0.9, 0.0
 
 
 def auto_dict(calibration: Path | str, **changes: Any) -> dict[str, Any]:
-    """The tiny run on two stages, whose micro-batch sizes are to be chosen."""
+    """Build the tiny run on two stages, with micro-batch sizes that are to be chosen."""
     ramp = {**RAMP, "micro_batch_size": "auto", "calibration": str(calibration)}
     return run_dict(megastable__pipeline={"num_stages": 2}, megastable__batch_rampup=ramp, **changes)
 
 
 def auto_run(calibration: Path | str, **changes: Any) -> RunConfig:
-    """The same as a RunConfig."""
+    """Load that run."""
     return run_from_dict(auto_dict(calibration, **changes), world_size=2)
 
 
 def calibrated(folder: Path, micro_batch_seconds: float, **options: Any) -> Path:
-    """A calibration of that run; one that is there is written anew."""
+    """Write a calibration of that run, over one that is there."""
     path = folder / "calibration.json"
     path.unlink(missing_ok=True)
     return write_calibration(path, auto_run("none"), 2, micro_batch_seconds, **options)
 
 
 def sizes_of(run: RunConfig) -> tuple[tuple[int, int], ...]:
-    """What was chosen."""
+    """Return the sizes that were chosen."""
     return run.megastable.batch_rampup.chosen_micro_batch_sizes
 
 
@@ -143,7 +143,7 @@ def test_the_written_config_is_the_run_and_is_not_chosen_again(tmp_path: Path) -
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[RunPlan]:
-    """The plans that reach the training, in two processes of which this one is rank 0."""
+    """Collect the plans that reach the training, in two processes of which this one is rank 0."""
     plans: list[RunPlan] = []
     build = SimpleNamespace(train=lambda plan, launch, folder, checkpoint: plans.append(plan))
     monkeypatch.setitem(sys.modules, "megastable.training.build", build)
@@ -154,13 +154,13 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[RunPlan]:
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> RunRequest:
-    """A new run, by a calibration under which few micro-batches are best."""
+    """Request a new run, with a calibration under which few micro-batches are best."""
     run_file = tmp_path / "auto.json"
     run_file.write_text(json.dumps(auto_dict(calibrated(tmp_path, COSTLY))))
     return RunRequest(run_file, run_dir=tmp_path / "run")
 
 
-@pytest.mark.parametrize("calibration", ["as it was", "another", "gone"])
+@pytest.mark.parametrize("calibration", ["as it was", "another", "removed"])
 @pytest.mark.parametrize("start", ["resume", "load"])
 def test_a_continued_run_keeps_its_sizes(
     fresh: RunRequest, trained: list[RunPlan], tmp_path: Path, start: str, calibration: str
@@ -171,7 +171,7 @@ def test_a_continued_run_keeps_its_sizes(
     Manifest({"step": 1}, run_as_dict(trained[0].run), "", 2, {}, {}).write(checkpoint)
     if calibration == "another":
         calibrated(tmp_path, FREE)
-    elif calibration == "gone":
+    elif calibration == "removed":
         (tmp_path / "calibration.json").unlink()
     again = RunRequest(fresh.run_file, run_dir=fresh.run_dir, resume=True)
     if start == "load":
@@ -242,7 +242,7 @@ def test_the_search_tries_its_own_sizes(tmp_path: Path) -> None:
 
 
 def test_recorded_sizes_of_another_ramp_are_refused_by_their_name() -> None:
-    auto = {"micro_batch_size": "auto", "calibration": "gone.json"}
+    auto = {"micro_batch_size": "auto", "calibration": "removed.json"}
     run = run_from_dict(run_dict(**{f"megastable__batch_rampup__{key}": value for key, value in auto.items()}))
     recorded = {"megastable": {"batch_rampup": {"chosen_micro_batch_sizes": [[4, 8]]}}}
     with pytest.raises(UserError, match="chosen_micro_batch_sizes give global batch 4 micro-batches of 8"):

@@ -1,4 +1,4 @@
-"""The reviewer: every rule fires where it should and is silent next to that; the shipped files pass."""
+"""The preflight: every rule fires where it should and is silent next to that; the shipped files pass."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ SHIPPED = sorted(path for path in RUN_FILES.glob("*.json") if "schema" not in pa
 
 
 def review_of(*overrides: str, gpus: tuple[Gpu, ...] = (), text: LocalText | None = None) -> Review:
-    """The sound run with overrides, on 16 processes."""
+    """Gather the review of the sound run with overrides, on 16 processes."""
     plan = RunPlan.of(run_from_dict(SOUND, overrides, world_size=WORLD_SIZE), WORLD_SIZE)
     return replace(Review.of(plan, world_size_was_assumed=False, gpus=gpus, text=None), text=text)
 
 
 def findings_of(rule: str, review: Review) -> list[Finding]:
-    """What one rule of the registry says."""
+    """Ask one rule of the registry."""
     (function,) = (each for each in RULES if each.__name__ == rule)
     return list(function(review))
 
 
-def test_nobody_objects_to_the_sound_run() -> None:
+def test_no_rule_fires_on_the_sound_run() -> None:
     assert [finding for rule in RULES for finding in rule(review_of(gpus=(A100,), text=bytes_of_text(10**9)))] == []
 
 
@@ -91,7 +91,7 @@ def test_the_suggested_heads_are_legal() -> None:
 
 
 def run_file(folder: Path, **sections: Any) -> Path:
-    """The sound run with top-level sections replaced, as a file."""
+    """Write the sound run with top-level sections replaced."""
     path = folder / "run.json"
     path.write_text(json.dumps({**SOUND, **sections}))
     return path
@@ -106,7 +106,7 @@ def test_a_shipped_file_has_no_errors_and_few_findings(path: Path) -> None:
 
 
 def review_file(path: Path, world_size: int | None = None, *, gpus: tuple[Gpu, ...] = ()) -> list[Finding]:
-    """All findings on a run file, with the text of this machine looked at."""
+    """Review a run file, with the text of this machine."""
     return preflight(path, world_size, gpus, look_at_text)
 
 
@@ -181,6 +181,7 @@ def test_what_is_no_run_file_stays_a_users_mistake(tmp_path: Path, content: str 
 
 
 def world_size_findings(path: Path, world_size: int | None) -> list[Finding]:
+    """Review a run file, and return what is found on the number of processes alone."""
     return [finding for finding in review_file(path, world_size) if finding.key == "world_size"]
 
 

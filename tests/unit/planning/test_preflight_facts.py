@@ -1,4 +1,4 @@
-"""What the reviewer knows: the machine's GPUs, the text at hand, customary values, and arithmetic of ramps."""
+"""What the preflight's rules rest on: the machine's GPUs, its text, customary values, and arithmetic of ramps."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_text_files_are_counted_without_being_read(tmp_path: Path) -> None:
     assert look_at_text(TextSourceConfig(type="text", path=str(tmp_path))) == LocalText(2, 14)
 
 
-def test_text_that_is_not_there_is_told() -> None:
+def test_text_that_is_not_there_is_reported() -> None:
     missing = look_at_text(TextSourceConfig(type="text", path="/no/such/folder"))
     assert missing is not None
     assert "/no/such/folder does not exist" in missing.fault

@@ -21,7 +21,7 @@ RUN_FILES = Path(__file__).parents[3] / "ds_configs"
 
 @pytest.fixture(scope="module")
 def bloom() -> RunPlan:
-    """BLOOM's file on its 12 stages and 8 replicas."""
+    """Plan BLOOM's file on its 12 stages and 8 replicas."""
     return RunPlan.of(load_run_file(RUN_FILES / "bloom_176b.json"), world_size=12 * 8 * 4)
 
 
@@ -109,7 +109,10 @@ def test_activation_checkpointing_costs_hardware_flops_only() -> None:
 
 @pytest.mark.parametrize("kinds", [["attention"], ["feed_forward"], ["attention", "feed_forward"]])
 def test_halves_and_the_head_cost_their_own_hardware_flops(kinds: list[str]) -> None:
-    keys = {"megastable__pipeline__activation_checkpointing": kinds, "megastable__training__loss_chunk_tokens": 8}
+    keys: dict[str, Any] = {
+        "megastable__pipeline__activation_checkpointing": kinds,
+        "megastable__training__loss_chunk_tokens": 8,
+    }
     plan, again = plan_of(), plan_of(**keys)
     halves = {
         "attention": 4 * 2 * 16 * 32 * 32 + 2 * (4 * 2 * 16 * 8 * 16),

@@ -1,4 +1,4 @@
-"""Metrics of a step, to change for a test."""
+"""Gives metrics of a step, to change for a test."""
 
 import dataclasses
 from typing import Any
@@ -43,10 +43,11 @@ HARD_STEPS: dict[str, dict[str, Any]] = {
         "headroom": 0.5, "headroom_layer": "block_0", "slowest_rank": 1, "slowest_rank_share": 0.75,
         "host_memory_gib": 1.5, "layers": {"block_0": {"grad_norm": 0.5, "max_activation": 3.0}, "head": {}},
     },
+    "measured by monitors": {"monitored": {"loss_volatility": 0.125, "own": 3.0}},
     "past the end": {"step": 10**6, "consumed_samples": 10**9},
 }  # fmt: skip
 
 
 def step_metrics(**changes: Any) -> StepMetrics:
-    """``STEP`` with changes."""
+    """Return ``STEP`` with changes."""
     return dataclasses.replace(STEP, **changes)

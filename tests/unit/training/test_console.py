@@ -14,15 +14,15 @@ hard_steps = pytest.mark.parametrize("changes", HARD_STEPS.values(), ids=HARD_ST
 
 
 class Terminal(io.StringIO):
-    """Standard output that is a terminal."""
+    """Stands for a standard output that is a terminal."""
 
     def isatty(self) -> bool:
-        """Yes."""
+        """Say yes."""
         return True
 
 
 def become_terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 200) -> Terminal:
-    """Standard output becomes a terminal. Called by the test itself: pytest puts its own output back before it."""
+    """Turn standard output into a terminal. The test itself calls it: pytest puts its own output back before a test."""
     stream = Terminal()
     monkeypatch.setattr(sys, "stdout", stream)
     for name, value in {"TERM": "xterm", "COLUMNS": str(columns), "LINES": "40"}.items():
@@ -33,7 +33,7 @@ def become_terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 200) -> Term
 
 
 def lines_shown(steps: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], **display: int) -> list[str]:
-    """The lines that PlainLines prints of ``steps``."""
+    """Return the lines that PlainLines prints of ``steps``."""
     plain = PlainLines(**display)
     for changes in steps:
         plain.show(step_metrics(**changes))
@@ -46,9 +46,9 @@ def test_plain_lines_stand_at_the_first_the_last_and_every_interval(capsys: pyte
     assert [line.split(" | ")[0] for line in lines] == ["step 3/12", "step 5/12", "step 10/12", "step 12/12"]
 
 
-def test_plain_lines_stand_where_something_happened(capsys: pytest.CaptureFixture[str]) -> None:
-    happened = {4: {"skipped": True}, 7: {"eval_loss": 2.25}}
-    steps = [{"step": step, **happened.get(step, {})} for step in range(1, 9)]
+def test_plain_lines_stand_where_a_step_was_skipped_or_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
+    changed: dict[int, dict[str, Any]] = {4: {"skipped": True}, 7: {"eval_loss": 2.25}}
+    steps = [{"step": step, **changed.get(step, {})} for step in range(1, 9)]
     lines = lines_shown(steps, capsys, total_steps=100, interval=50)
     assert [line.split(" | ")[0] for line in lines] == ["step 1/100", "step 4/100", "step 7/100"]
     assert "SKIPPED" in lines[1]

@@ -16,7 +16,7 @@ from tests.support.tiny_run import run_dict, tiny_run
 
 @pytest.fixture(autouse=True)
 def single_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher's variables, and an ImportError instead of training where nothing refuses the run."""
+    """Take a launcher's variables away, and give an ImportError instead of training where nothing refuses the run."""
     for name in list(os.environ):
         if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name)
@@ -26,14 +26,14 @@ def single_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def request_of_tiny_run(tmp_path: Path) -> RunRequest:
-    """The tiny run, into a folder that does not exist yet."""
+    """Ask for the tiny run, into a folder that does not exist yet."""
     run_file = tmp_path / "tiny.json"
     run_file.write_text(json.dumps(run_dict()))
     return RunRequest(run_file, run_dir=tmp_path / "run")
 
 
 def refusal(request: RunRequest, capsys: pytest.CaptureFixture[str]) -> str:
-    """The message of a refused run."""
+    """Return the message of a refused run."""
     assert run_command(request) == 2
     captured = capsys.readouterr()
     assert "Traceback" not in captured.err
@@ -42,7 +42,7 @@ def refusal(request: RunRequest, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def changed(request: RunRequest, **changes: object) -> RunRequest:
-    """The request with changes."""
+    """Return the request with changes."""
     return RunRequest(**{**request.__dict__, **changes})
 
 

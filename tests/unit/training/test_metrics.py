@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megastable.core.flops import tflops_per_device
 from megastable.core.records import StepResult, TrainingState
 from megastable.planning.run_plan import RunPlan
-from megastable.training.metrics import StepMetrics
+from megastable.training.metrics import STEP_METRICS, StepMetrics
 from tests.support.tiny_run import tiny_run
 from tests.unit.training.metrics_examples import HARD_STEPS, NOT_FINITE, step_metrics
 
@@ -24,12 +24,12 @@ ASKED_FOR = {
 
 
 def refuse(word: str) -> None:
-    """JSON has no NaN and Infinity; Python's parser takes them all the same."""
+    """Refuse NaN and Infinity, for which JSON has no word; Python's parser takes them all the same."""
     raise AssertionError(f"{word} is no JSON")
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Parse strictly."""
+    """Parse a line strictly."""
     return json.loads(text, parse_constant=refuse)
 
 
@@ -39,12 +39,25 @@ def test_every_key_that_scripts_rely_on() -> None:
     assert parse(step_metrics(eval_loss=2.25).to_json())["eval_loss"] == 2.25
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(StepMetrics) if "float" in str(field.type)])
+NUMBERS = [field.name for field in fields(StepMetrics) if field.name in STEP_METRICS and "float" in str(field.type)]
+
+
+@pytest.mark.parametrize("name", [*NUMBERS, "loss_volatility"])
 @pytest.mark.parametrize("value", NOT_FINITE)
 def test_a_value_that_is_not_finite_is_null(name: str, value: float) -> None:
-    row = parse(step_metrics(**{name: value}).to_json())
+    changes = {name: value} if name in STEP_METRICS else {"monitored": {name: value}}
+    row = parse(step_metrics(**changes).to_json())
     assert row[name] is None
     assert row.keys() >= ASKED_FOR | {name}
+
+
+def test_what_monitors_measure_stands_beside_the_metrics_of_the_step() -> None:
+    metrics = step_metrics(eval_loss=2.25, monitored={"loss_volatility": 0.5, "own": 3.0}, headroom=0.25)
+    row = parse(metrics.to_json())
+    assert list(row)[-4:] == ["eval_loss", "loss_volatility", "own", "headroom"]
+    assert (row["loss_volatility"], row["own"]) == (0.5, 3.0)
+    assert metrics.numbers()["own"] == 3.0
+    assert row.keys() - STEP_METRICS == {"loss_volatility", "own"}
 
 
 def test_numbers_have_paths_and_nothing_else_is_one() -> None:
@@ -58,9 +71,11 @@ def test_a_line_gives_back_the_values(changes: dict[str, Any]) -> None:
     metrics = step_metrics(**changes)
     text = metrics.to_json()
     assert "\n" not in text
+    values = asdict(metrics)
+    values.update(values.pop("monitored"))
     expected = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in asdict(metrics).items()
+        for name, value in values.items()
         if value is not None
     }
     assert parse(text) == expected

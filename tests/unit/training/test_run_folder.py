@@ -28,14 +28,14 @@ SHIPPED = sorted(path for path in RUN_FILES.glob("*.json") if not path.name.ends
 
 
 def write_checkpoint(run: RunConfig, folder: Path, world_size: int = 1) -> Path:
-    """A complete checkpoint without weights."""
+    """Write a complete checkpoint without weights."""
     folder.mkdir(parents=True)
     Manifest({"step": 1}, run_as_dict(run), "", world_size, {}, {}).write(folder)
     return folder
 
 
 def manifest_of(run: RunConfig, world_size: int = 1) -> Manifest:
-    """The manifest of a checkpoint of ``run``, as it comes back from its file."""
+    """Return the manifest of a checkpoint of ``run``, as it comes back from its file."""
     with tempfile.TemporaryDirectory() as name:
         return read_manifest(write_checkpoint(run, Path(name) / "step_00000001", world_size))
 
@@ -88,12 +88,12 @@ def test_the_written_config_is_the_run(tmp_path: Path, path: Path) -> None:
 
 
 def line(step: int, note: str = "") -> str:
-    """A line of metrics."""
+    """Make a line of metrics."""
     return json.dumps({"step": step, "loss": 1.5, "note": note}) + "\n"
 
 
 def superseded(folder: RunFolder) -> str:
-    """The lines moved away."""
+    """Return the lines that were moved away."""
     path = folder.path / "metrics.superseded.jsonl"
     return path.read_text() if path.exists() else ""
 
@@ -333,7 +333,7 @@ objects = st.dictionaries(st.sampled_from("xyz"), json_values, max_size=3)
 
 
 def value_at(values: Any, path: str) -> Any:
-    """The value at a dotted path; None where there is none."""
+    """Find the value at a dotted path; None where the path ends earlier."""
     for key in path.split("."):
         values = values.get(key) if isinstance(values, dict) else None
     return values
@@ -378,7 +378,7 @@ OTHER_CUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def two_stages(pipeline: dict[str, Any]) -> RunConfig:
-    """A model whose head costs 3.2 of its blocks, so that recomputation moves the cut."""
+    """Make a run whose model has a head that costs 3.2 of its blocks, so that recomputation moves the cut."""
     changes = {f"megastable__pipeline__{key}": value for key, value in pipeline.items()}
     sizes = {"hidden_size": 32, "num_layers": 8, "seq_length": 16, "vocab_size": 1150}
     return tiny_run(
@@ -389,7 +389,7 @@ def two_stages(pipeline: dict[str, Any]) -> RunConfig:
 
 
 @pytest.mark.parametrize("name", OTHER_CUTS)
-def test_stages_that_hold_other_layers_are_refused_and_the_way_back_is_told(name: str) -> None:
+def test_stages_that_hold_other_layers_are_refused_and_the_way_back_is_named(name: str) -> None:
     before, after = OTHER_CUTS[name]
     saved, now = two_stages(before), two_stages(after)
     with pytest.raises(UserError) as caught:

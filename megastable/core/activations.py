@@ -277,8 +277,8 @@ def _attention_bytes(shape: ModelShape, parts: ModelParts, settings: ActivationS
         if widened or plain:
             kept += fused_projection * size
     if plain:  # queries, keys and values are copied, keys and values once for every query head
-        copied = 3 * hidden * (FP32_BYTES if widened else size)
-        return kept + copied + _attention_weights(shape, settings, widened)
+        attended_size = FP32_BYTES if widened else size
+        return kept + 3 * hidden * attended_size + _attention_weights(shape, settings, attended_size)
     if widened:  # fp32 copies of what goes into the kernel, and its fp32 output
         kept += (hidden + fused_projection) * FP32_BYTES
     else:  # the projection, of which the values are a view, and the scaled queries and keys
@@ -286,9 +286,8 @@ def _attention_bytes(shape: ModelShape, parts: ModelParts, settings: ActivationS
     return kept + FP32_BYTES * shape.num_attention_heads  # the log-sums of the fused kernel
 
 
-def _attention_weights(shape: ModelShape, settings: ActivationSettings, widened: bool) -> float:
-    """Compute the bytes of one token's attention weights over all heads, and of what is made of them."""
-    size = FP32_BYTES if widened else settings.element_bytes
+def _attention_weights(shape: ModelShape, settings: ActivationSettings, size: int) -> float:
+    """Compute the bytes of one token's attention weights, values of ``size`` bytes, and of what is made of them."""
     of_each = FP32_BYTES  # the softmax
     if size < FP32_BYTES:
         of_each += size  # its rounding, which is multiplied by the values

@@ -128,7 +128,9 @@ class Recomputation:
     @property
     def num_halves(self) -> int:
         """Count the half blocks that are computed again in each block."""
-        return len(HALVES) if self.whole_blocks else len(self.kinds)
+        if self.whole_blocks:
+            return len(HALVES)
+        return len(self.kinds)
 
     def flops_per_sample(self, shape: ModelShape, num_blocks: int, holds_head: bool) -> int:
         """Return the operations that a backward pass over one sample adds on a stage of ``num_blocks`` blocks."""

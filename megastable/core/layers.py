@@ -29,7 +29,9 @@ class LayerKind(Enum):
 
     def layer_name(self, number: int | None = None) -> str:
         """Return the name of a layer of this kind; ``number`` tells several of them apart, as in ``block_0``."""
-        return self.value if number is None else f"{self.value}_{number}"
+        if number is None:
+            return self.value
+        return f"{self.value}_{number}"
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,9 @@ class NormKind:
 
     def keeps_normed_values(self, on_cpu: bool) -> bool:
         """Tell whether the normed values are kept beside the input for the backward pass."""
-        return not (self.fused_on_cpu if on_cpu else self.fused_on_gpu)
+        if on_cpu:
+            return not self.fused_on_cpu
+        return not self.fused_on_gpu
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,9 @@ CAPPED_ATTENTION = "math"
 
 def executed_attention(name: str, logit_cap: float | None) -> AttentionKind:
     """Return the backend that a model runs whose run file names ``name``."""
-    return ATTENTION_KINDS[name if logit_cap is None else CAPPED_ATTENTION]
+    if logit_cap is not None:
+        return ATTENTION_KINDS[CAPPED_ATTENTION]
+    return ATTENTION_KINDS[name]
 
 
 @dataclass(frozen=True)

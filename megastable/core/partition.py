@@ -69,12 +69,12 @@ def _least_squares(sums_before: Sequence[int], num_parts: int, limit: int) -> tu
     least: dict[int, int] = {0: 0}  # stop of the parts so far -> least sum of their squares
     starts: list[dict[int, int]] = []  # for each part, its stop -> the start that gives the least
     for part in range(1, num_parts + 1):
-        # Each part after this one needs a value; the last part takes all that are left.
+        # Each part needs a value, those before this one and those after; the last part takes all that are left.
         last_stop = count - (num_parts - part)
-        stops = [count] if part == num_parts else range(part, last_stop + 1)
+        first_stop = part if part < num_parts else count
         squares: dict[int, int] = {}
         chosen: dict[int, int] = {}
-        for stop in stops:
+        for stop in range(first_stop, last_stop + 1):
             # Starts from the right give the lightest last part first, which then stays where others only equal it.
             for start in range(stop - 1, part - 2, -1):
                 own = sums_before[stop] - sums_before[start]

@@ -84,7 +84,9 @@ def soft_cap(x: Tensor, cap: float | None) -> Tensor:
 
     Gemma 2 caps its logits so (arXiv 2408.00118, section 2).
     """
-    return x if cap is None else cap * torch.tanh(x / cap)
+    if cap is None:
+        return x
+    return cap * torch.tanh(x / cap)
 
 
 class QueryKeyScale(nn.Module):

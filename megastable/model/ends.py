@@ -110,8 +110,9 @@ class EmbeddingFinish(nn.Module):
         """Map (batch, seq or slice, hidden) to the same shape."""
         if self.positions is not None:
             length = x.shape[1]
-            # A slice of the sequence begins where the slices of the ranks before it end.
-            first = self.tensor.rank * length if self.tensor.sequence_parallel else 0
+            first = 0
+            if self.tensor.sequence_parallel:  # a rank's slice begins where those of the ranks before it end
+                first = self.tensor.rank * length
             x = x + self.positions.weight[first : first + length]  # (seq or slice, hidden), the same for every sample
         if self.norm is not None:
             x = self.norm(x)

@@ -26,7 +26,10 @@ def draw_weights(module: nn.Module, layer_index: int, run: RunConfig) -> None:
         generator = torch.Generator().manual_seed(weight_seed(run.megastable.training.seed, layer_index, name))
         full = torch.empty(full_shape(child)).normal_(0.0, formula_std(module, child, run), generator=generator)
         with torch.no_grad():
-            child.weight.copy_(full if isinstance(child, nn.Embedding) else child.shard.of(full))
+            if isinstance(child, nn.Embedding):  # whole on every tensor rank
+                child.weight.copy_(full)
+            else:
+                child.weight.copy_(child.shard.of(full))
 
 
 DrawnModule = ColumnParallelLinear | RowParallelLinear | VocabularyEmbedding | nn.Embedding
@@ -41,7 +44,9 @@ def drawn_modules(layer: nn.Module) -> Iterator[tuple[str, DrawnModule]]:
 
 def full_shape(module: DrawnModule) -> tuple[int, ...]:
     """Return (out, in) of the whole matrix, over all tensor ranks."""
-    return tuple(module.weight.shape) if isinstance(module, nn.Embedding) else module.shard.full_shape
+    if isinstance(module, nn.Embedding):
+        return tuple(module.weight.shape)
+    return module.shard.full_shape
 
 
 def formula_std(layer: nn.Module, module: DrawnModule, run: RunConfig) -> float:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from megastable.config import RunConfig
+from megastable.core.layers import LayerKind
 from megastable.core.records import Watched
 from megastable.engine.flat_partitions import FlatPartition
 from megastable.engine.instructions import BusyTime
@@ -44,7 +45,7 @@ class LayerWatch:
         self._module = module
         self._names = module.layer_names
         self._num_stages = run.megastable.pipeline.num_stages
-        self._blocks = [name.startswith("block_") for name in self._names]
+        self._blocks = [kind is LayerKind.BLOCK for kind in module.layer_kinds]
         self._format_maximum = torch.finfo(next(module.parameters()).dtype).max
         self._updates = UpdateStatistics(module, engine.optimizer, partitions, len(self._names), run.clip_norm)
         self._activations = ActivationStatistics(len(self._names), engine.device)

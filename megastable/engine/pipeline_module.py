@@ -60,6 +60,7 @@ class GptPipeline(PipelineModule):
     Attributes:
         parts: the stage bounds of the whole model: stage ``n`` has the layers from ``parts[n]`` to ``parts[n + 1]``.
         layer_names: the names of all layers of the model, in order.
+        layer_kinds: the kinds of the same layers.
         first_layer: index of this stage's first layer in them.
     """
 
@@ -87,6 +88,7 @@ class GptPipeline(PipelineModule):
             tensor.connect(self._grid.get_slice_parallel_group())
         mark_split_parameters(self)
         self.layer_names = [layer.name for layer in layers]
+        self.layer_kinds = [layer.kind for layer in layers]
         self.first_layer = self.parts[self._grid.get_stage_id()]
 
     def _synchronize_tied_weights(self) -> None:

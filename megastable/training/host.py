@@ -17,11 +17,11 @@ import psutil
 from megastable.config import SourceConfig
 from megastable.core.errors import UserError
 from megastable.core.host import usable_cpus
+from megastable.core.memory import GIB
 from megastable.planning.calibration import CalibrationFile
 from megastable.planning.preflight.review import Gpu, LocalText
 from megastable.planning.run_plan import RunPlan
 
-GIB = 2**30
 GPU_QUERY = ("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
 TIME_LIMIT_SECONDS = 5
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megastable.core.checkpoint_folder import folder_name, step_folders
+from megastable.training.run_folder import RunFolder
 from tests.support.launches import metrics, train_command
 from tests.support.ranks import RANK_WORKER, hosted_store, run_processes, torchrun_variables
 
@@ -96,6 +97,7 @@ def train_and_resume(
     for checkpoint in step_folders(resumed / "checkpoints"):
         if checkpoint.name > folder_name(resume_after):  # steps of one number of digits
             shutil.rmtree(checkpoint)
+    RunFolder(resumed).drop_lines_after(resume_after)
     finished = run_script(train_command([], run_file, resumed, "--resume"), world_size, first=first, **arguments)
     assert finished.exit_codes == [0] * world_size, finished.output
     assert len(metrics(resumed)) == len(metrics(whole))

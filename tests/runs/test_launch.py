@@ -51,17 +51,24 @@ def events_and_balance(run_dir: Path) -> tuple[list[dict[str, Any]], list[tuple[
 
 
 class Lives(NamedTuple):
-    """Two runs of one file: one ran to its end while the other was stopped, which was then killed."""
+    """Two runs of one file: one ran to its end while the other was stopped, which then lost a rank."""
 
     run_file: Path
     whole_dir: Path
+    whole_output: str
     killed_dir: Path
-    output: str
+    killed_output: str
+    killed_exit_code: int
+    """Of the launcher."""
+    killed_seconds: float
+    """From the death of the rank to the end of the launcher."""
+    ranks_left: list[int]
+    """Ranks that outlived the launcher."""
 
 
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
-    """Kill a run of the deepspeed command without warning, and run it whole beside that while it was stopped.
+    """Kill rank 1 of the deepspeed command's run without warning, and run it whole beside that before.
 
     Both get the same port from their launcher. The whole run writes for other programs, too.
     """
@@ -76,12 +83,35 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
         wait_for_step(killed, killed_dir, step=14)
         os.killpg(killed.pid, signal.SIGSTOP)
         whole = run_script(train_command([], run_file, whole_dir, *writers), world_size=2, launcher="deepspeed")
+        ranks = {
+            child.environ()["RANK"]: child
+            for child in psutil.Process(killed.pid).children(recursive=True)
+            if "launch/train.py" in child.cmdline() and "RANK" in child.environ()
+        }
+        os.killpg(killed.pid, signal.SIGCONT)
+        died = time.monotonic()
+        ranks["1"].kill()
+        output, _ = killed.communicate(timeout=60)
+        seconds = time.monotonic() - died
     finally:
-        os.killpg(killed.pid, signal.SIGKILL)
-        killed.communicate(timeout=30)
+        if killed.poll() is None:
+            os.killpg(killed.pid, signal.SIGKILL)
     assert whole.exit_codes == [0, 0], whole.output[-4000:]
-    assert 14 <= len(metrics(killed_dir)) < NUM_STEPS
-    return Lives(run_file, whole_dir, killed_dir, whole.output)
+    assert 14 <= len(metrics(killed_dir)) < NUM_STEPS, "the run was not killed in its middle"
+    left = [
+        int(rank)
+        for rank, process in ranks.items()
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
+    return Lives(run_file, whole_dir, whole.output, killed_dir, output, killed.returncode, seconds, left)
+
+
+def test_a_dead_rank_takes_the_others_down_and_is_named(lives: Lives) -> None:
+    assert lives.killed_exit_code != 0
+    assert lives.killed_seconds < 30
+    assert lives.ranks_left == []
+    output = lives.killed_output
+    assert "rank 1 (stage 1, replica 0, tensor 0)" in output and "is gone" in output, output[-4000:]
 
 
 def test_a_killed_run_continues_exactly_beside_another_run(lives: Lives) -> None:
@@ -105,7 +135,7 @@ def test_a_killed_run_continues_exactly_beside_another_run(lives: Lives) -> None
     assert [event["kind"] for event in events] == ["first_loss", "ramp", "ramp"]
     assert balance == [("stage_balance", 10)]
     assert expected[-1]["loss"] < expected[0]["loss"] - 1
-    assert "unigram entropy of the text" in lives.output
+    assert "unigram entropy of the text" in lives.whole_output
 
 
 def test_a_checkpoint_of_a_finished_run_is_taken_up_in_another_folder(lives: Lives, tmp_path: Path) -> None:
@@ -165,28 +195,6 @@ def test_a_run_that_no_loss_scale_can_save_stops_with_a_diagnosis(tmp_path: Path
     assert first["kind"] == "warning" and "the first loss is nan" in first["text"]
     # The embedding's own output uses half of what fp16 can hold: a warning while it is still finite.
     assert 0.25 < rows[1]["layers"]["embedding"]["max_activation"] / 65504 < 1
-
-
-def test_a_dead_rank_takes_the_others_down_and_is_named(tmp_path: Path) -> None:
-    run_file = write_run_file(tmp_path, **{**RUN, "megastable__training": {"total_steps": 100_000}})
-    launcher = start(train_command(DEEPSPEED, run_file, tmp_path / "run"))
-    try:
-        wait_for_step(launcher, tmp_path / "run", step=3)
-        ranks = {
-            child.environ()["RANK"]: child
-            for child in psutil.Process(launcher.pid).children(recursive=True)
-            if "launch/train.py" in child.cmdline() and "RANK" in child.environ()
-        }
-        started = time.monotonic()
-        ranks["1"].kill()
-        output, _ = launcher.communicate(timeout=60)
-        assert time.monotonic() - started < 30
-        assert launcher.returncode != 0
-        assert "rank 1 (stage 1, replica 0, tensor 0)" in output and "is gone" in output, output[-4000:]
-        assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks.values())
-    finally:
-        if launcher.poll() is None:
-            os.killpg(launcher.pid, signal.SIGKILL)
 
 
 NAMED = "rank 1 (stage 1, replica 0, tensor 0) failed: RuntimeError: made to fail"

@@ -40,10 +40,7 @@ def run_ranks(
         (folder / "arguments.json").write_text(json.dumps(arguments))
         name = (function.__module__, function.__qualname__)
         exit_codes = run_processes(
-            [
-                (_run_rank, (*name, folder, torchrun_variables(rank, world_size, port)))
-                for rank in range(world_size)
-            ],
+            [(_run_rank, (*name, folder, torchrun_variables(rank, world_size, port))) for rank in range(world_size)],
             timeout_seconds,
             accelerator,
         )
@@ -73,6 +70,13 @@ def torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
     }  # fmt: skip
 
 
+def fork_server() -> ForkServerContext:
+    """Return the context whose processes are forked from a server that has imported torch and DeepSpeed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([RANK_WORKER])
+    return context
+
+
 def run_processes(
     targets: list[tuple[Callable[..., None], tuple[Any, ...]]], timeout_seconds: float, accelerator: str = "cpu"
 ) -> list[int | None]:
@@ -83,11 +87,7 @@ def run_processes(
     """
     with _environment({**CPU_ONLY, "DS_ACCELERATOR": accelerator}):
         context: ForkServerContext | SpawnContext
-        if accelerator == "cpu":
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload([RANK_WORKER])
-        else:
-            context = multiprocessing.get_context("spawn")
+        context = fork_server() if accelerator == "cpu" else multiprocessing.get_context("spawn")
         processes: list[BaseProcess] = [context.Process(target=target, args=args) for target, args in targets]
         for process in processes:
             process.start()

@@ -19,12 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
+
 from megastable.core.checkpoint_folder import folder_name, step_folders
 from megastable.training.run_folder import RunFolder
-from tests.support.launches import metrics, train_command
-from tests.support.ranks import RANK_WORKER, hosted_store, run_processes, torchrun_variables
+from tests.support.launches import DEEPSPEED, TORCHRUN, metrics, train_command
+from tests.support.ranks import RANK_WORKER, hosted_store, run_bounded, run_processes, torchrun_variables
 
 Launcher = Literal["torchrun", "deepspeed", "slurm"]
+Start = Callable[[Launcher, list[str]], tuple[int, str]]
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,26 @@ def train_and_resume(
     assert finished.exit_codes == [0] * world_size, finished.output
     assert len(metrics(resumed)) == len(metrics(whole))
     return whole, resumed
+
+
+def start_forked(launcher: Launcher, words: list[str]) -> tuple[int, str]:
+    """Run a script on two forked ranks; returns an exit code as the launcher would, and what was printed."""
+    finished = run_script(words, world_size=2, launcher=launcher, timeout_seconds=240)
+    return int(finished.exit_codes != [0, 0]), finished.output
+
+
+def start_launched(launcher: Launcher, words: list[str]) -> tuple[int, str]:
+    """Run a script on two ranks of the real launcher; returns its exit code and what was printed."""
+    command = {"deepspeed": DEEPSPEED, "torchrun": TORCHRUN}[launcher]
+    finished = run_bounded([*command, *words], 240)
+    return finished.returncode, finished.stdout
+
+
+STARTS = [
+    pytest.param(start_forked, id="forked"),
+    pytest.param(start_launched, id="launched", marks=pytest.mark.slow),
+]
+"""Two ways to start a script on two ranks: for the default run of the tests, and for the full matrix."""
 
 
 def _run_script(*arguments: Any) -> None:

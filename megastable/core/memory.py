@@ -94,7 +94,7 @@ def memory_use(
         activations: bytes, see ``core.activations.activation_bytes``.
     """
     share = num_parameters / data_parallel_size
-    # A single replica reduces nothing, see ``engine.weight_update``: it has no buffer and sends no message.
+    # A single replica reduces nothing, see ``engine.instructions.reduce_gradients``: no buffer, no message.
     single = data_parallel_size == 1
     if number_format.flat_fp32_sums:
         bucket = 0

@@ -27,7 +27,7 @@ class DocumentSource(Protocol):
 
     @property
     def name(self) -> str:
-        """Return what a message calls this source: its path."""
+        """Return what messages call this source, such as its path."""
         ...
 
     def __len__(self) -> int:

@@ -90,6 +90,10 @@ DEPARTURES: tuple[Departure, ...] = (
             f"{BF16}.update_lp_params": "23541dc89791",
             f"{BF16}.clear_hp_grads": "79d74a9f41b9",
             f"{PIPE_ENGINE}._exec_optimizer_step": "6cb61dd7a72a",
+            # Where a parameter lies in the flat weights, and which copy of a tied one counts, is read from their marks.
+            "deepspeed.utils.mixed_precision_linkage:link_hp_params": "6eb3d44e37f2",
+            "deepspeed.utils.tensor_fragment:get_hp_fragment_mapping": "a81cfb8d7156",
+            f"{PIPE_MODULE}._index_tied_modules": "eca4a91de66f",
             f"{ENGINE}._take_model_step": "0262e1e15c77",
         },
         test="tests/engine/test_precision.py::test_a_step_that_grows_the_scale_applies_its_whole_gradient",
@@ -185,6 +189,18 @@ DEPARTURES: tuple[Departure, ...] = (
         cause="DeepSpeed writes it before all ranks are done; megastable publishes a checkpoint by renaming its folder",
         upstream={f"{ENGINE}.save_checkpoint": "8d086fd60fc4"},
         test="tests/engine/test_resume.py::test_losses_are_bit_equal_after_a_resume",
+    ),
+    Departure(
+        name="pipeline_module: layers draw their weights by their global index",
+        scope="module",
+        symptom="the weights that a run starts from depend on its layout",
+        cause="DeepSpeed's layers draw from the generator of their process, in the order in which it builds them",
+        upstream={
+            "deepspeed.runtime.pipe.module:LayerSpec.build": "311c3a4ea735",
+            "deepspeed.runtime.pipe.module:TiedLayerSpec": "d80484c0f4f9",
+            f"{PIPE_MODULE}._build": "3c494222f210",
+        },
+        test="tests/engine/test_same_run_under_any_layout.py::test_losses_and_norms_equal_one_process",
     ),
     Departure(
         name="pipeline_module: stages are cut by our own bounds",

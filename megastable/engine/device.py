@@ -1,4 +1,4 @@
-"""What a run file needs of the device, asked before anything is built, and what is opened up where the file says so."""
+"""Checks that the device can do what a run file asks for, and allows fp16 on a CPU where the file opts in."""
 
 from __future__ import annotations
 

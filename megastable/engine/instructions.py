@@ -33,13 +33,13 @@ class Instruction:
 
     Attributes:
         kind: the class by which a schedule names the instruction.
-        upstream: DeepSpeed's own function.
+        upstream: DeepSpeed's own function; None for a kind that DeepSpeed does not have.
         ours: what is executed; ``upstream`` itself where nothing is changed.
         why: the reason, in a few words; ``departures`` has the whole story of what is changed.
     """
 
     kind: type[schedule.PipeInstruction]
-    upstream: Execute
+    upstream: Execute | None
     ours: Execute
     why: str
 
@@ -125,18 +125,17 @@ def install_instructions(engine: PipelineEngine, table: Sequence[Instruction]) -
     """Make ``table`` the map of this engine; DeepSpeed's class keeps its own.
 
     Raises:
-        ValueError: the table does not name every instruction of DeepSpeed's map once, with DeepSpeed's function. Every
-            instruction at fault is named.
+        ValueError: the table does not name every instruction of DeepSpeed's map once, with DeepSpeed's function, or
+            names a function of DeepSpeed's for another instruction. Every instruction at fault is named.
     """
     stock = type(engine)._INSTRUCTION_MAP
     rows = Counter(row.kind for row in table)
     faults = [f"{kind.__name__} is missing" for kind in stock if kind not in rows]
-    faults += [f"{kind.__name__} is not an instruction of DeepSpeed's" for kind in rows if kind not in stock]
     faults += [f"{kind.__name__} stands there {count} times" for kind, count in rows.items() if count > 1]
     faults += [
-        f"{row.kind.__name__} is not executed by {row.upstream.__qualname__} in DeepSpeed"
+        f"{row.kind.__name__} is not executed by {getattr(row.upstream, '__qualname__', 'nothing')} in DeepSpeed"
         for row in table
-        if row.kind in stock and stock[row.kind] is not row.upstream
+        if stock.get(row.kind) is not row.upstream
     ]
     if faults:
         raise ValueError(f"the table of instructions and DeepSpeed's map differ: {'; '.join(faults)}")

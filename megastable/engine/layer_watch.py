@@ -57,7 +57,7 @@ class LayerWatch:
         self._activations.attach_hooks(self._module, self._module.first_layer)
 
     def begin(self) -> None:
-        """Measure from here on."""
+        """Forget what was measured before, and measure the next step."""
         for part in self._parts:
             part.clear()
             part.enabled = True

@@ -24,8 +24,8 @@ from megastable.model.loss import token_mean_loss
 
 BACKEND = "inductor"
 RECOMPILE_LIMIT = 64
-"""Compiled forms that one function may have. Blocks share theirs: one for every micro-batch size, twice for evaluation.
-torch's own limit is 8, past which it runs uncompiled without a word."""
+"""Compiled forms that one function may have. All blocks share theirs: one for every micro-batch size in training, and
+one in evaluation. Past torch's own limit of 8 a block runs uncompiled without a word."""
 
 
 class DrawnLayerSpec(LayerSpec):

@@ -25,7 +25,7 @@ from deepspeed.accelerator import get_accelerator
 from torch._C._distributed_c10d import Store, TCPStore
 
 from megastable.core.errors import UserError
-from megastable.core.host import threads_per_process
+from megastable.core.host import cpu_mask, threads_per_process
 from megastable.core.launch import Launch
 from megastable.core.layout import ParallelLayout
 from megastable.engine.host_memory import keep_freed_memory
@@ -43,6 +43,7 @@ class Peer:
     rank: int
     host: str
     process_id: int
+    cpus: frozenset[int]
 
 
 @contextlib.contextmanager
@@ -66,7 +67,10 @@ def connected(launch: Launch) -> Iterator[list[Peer]]:
     )
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=COLLECTIVE_TIMEOUT)
     try:
-        yield _introduce(launch)
+        peers = _introduce(launch)
+        if get_accelerator().device_name() == "cpu":
+            share_processors(peers, launch.rank)
+        yield peers
     except UserError:  # all ranks leave together
         torch.distributed.destroy_process_group()
         raise
@@ -87,6 +91,17 @@ def set_default_timeout(timeout: timedelta) -> None:
         setattr(c10d, default, timeout)
 
 
+def share_processors(peers: list[Peer], rank: int) -> None:
+    """Give torch in this process its share of the processors, of which it would take all it may run on.
+
+    Processes of this machine that may run on the same processors would fight for them. Those that a scheduler has bound
+    to processors of their own share nothing.
+    """
+    own = peers[rank]
+    sharing = [peer for peer in peers if peer.host == own.host and peer.cpus & own.cpus]
+    torch.set_num_threads(threads_per_process(len(sharing), os.environ))
+
+
 def check_equal_on_all_ranks(value: str, what: str) -> None:
     """Check that every rank has the same ``value``; collective.
 
@@ -101,7 +116,7 @@ def check_equal_on_all_ranks(value: str, what: str) -> None:
 
 
 def _prepare_device(launch: Launch) -> None:
-    """Tell DeepSpeed which process this is, and give it its GPU, or on a CPU its memory and threads."""
+    """Tell DeepSpeed which process this is, and give it its GPU, or let it keep its memory on a CPU."""
     # DeepSpeed reads these variables in many places. Under SLURM, or alone, nobody else has set them.
     os.environ["LOCAL_RANK"] = str(launch.local_rank)
     os.environ["RANK"] = str(launch.rank)
@@ -109,8 +124,6 @@ def _prepare_device(launch: Launch) -> None:
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         keep_freed_memory()
-        # torch would take all cores for every process, and the processes of a node would fight for them.
-        torch.set_num_threads(threads_per_process(launch.local_world_size, os.environ))
         return
     if accelerator.device_count() == 1 and "SLURM_PROCID" in os.environ:
         os.environ["LOCAL_RANK"] = "0"  # SLURM may show each task its own GPU alone, as its first
@@ -166,7 +179,7 @@ def _local_rendezvous(launch: Launch) -> Store:
 def _introduce(launch: Launch) -> list[Peer]:
     """Gather who is who, as long as all are there to say it; collective."""
     peers: list[Peer | None] = [None] * launch.world_size
-    torch.distributed.all_gather_object(peers, Peer(launch.rank, socket.gethostname(), os.getpid()))
+    torch.distributed.all_gather_object(peers, Peer(launch.rank, socket.gethostname(), os.getpid(), cpu_mask()))
     return [peer for peer in peers if peer is not None]
 
 

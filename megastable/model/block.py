@@ -17,7 +17,7 @@ from megastable.model.tensor_parallel import ColumnParallelLinear, RowParallelLi
 
 
 class GeluFeedForward(nn.Module):
-    """Widen, GELU, narrow."""
+    """Widens, applies GELU and narrows again."""
 
     def __init__(self, config: ModelConfig, tensor: TensorGroup) -> None:
         super().__init__()

@@ -117,7 +117,7 @@ class EmbeddingFinish(nn.Module):
 
 
 class FinalNorm(nn.Module):
-    """The norm before the head."""
+    """Norms the residual stream before the head."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Drawing the weights: the same numbers under any layout."""
+"""Draws the weights, the same numbers under any layout."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from megastable.model.products import differentiable_linear, linear, product, we
 
 
 class Work(Protocol):
-    """A collective on its way."""
+    """Stands for a collective that was started."""
 
     def wait(self) -> object:
         """Return once the result is there."""

@@ -19,7 +19,7 @@ MONITORS: dict[str, type[Monitor]] = {
     "loss_volatility": LossVolatility,
     "stage_balance": StageBalance,
 }
-"""Name, under which a checkpoint keeps its state, to monitor. Events of a step come in this order."""
+"""Name, under which a checkpoint keeps its state, to monitor. Events of the monitors come in this order."""
 
 
 class Monitors:

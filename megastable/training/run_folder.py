@@ -37,10 +37,7 @@ PARTITION = "megastable.pipeline.partition"
 
 
 class RunFolder(RunPaths):
-    """Keeps the files of one run whole.
-
-    Only rank 0 writes into the folder.
-    """
+    """Writes the files of one run and refuses to overwrite another's; only rank 0 calls what writes."""
 
     def check_unused(self) -> None:
         """Refuse to write a new run over an old one.

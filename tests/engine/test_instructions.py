@@ -14,14 +14,13 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import megastable
 from megastable.engine.departures import DEPARTURES
 from megastable.engine.instructions import BusyTime, Instruction, install_instructions, instruction_table
 from tests.support.ranks import run_ranks
 from tests.support.steps import build_engine, train
 from tests.support.tiny_run import tiny_run
 
-PACKAGE = Path(megastable.__file__).parent
+REPOSITORY = Path(__file__).parents[2]
 MAP = "_INSTRUCTION_MAP"
 TABLE = instruction_table([], BusyTime())
 
@@ -45,9 +44,12 @@ def strange(*_: Any) -> None:
 
 WRONG_TABLES: dict[str, tuple[tuple[Instruction, ...], str]] = {
     "a row is missing": (TABLE[1:], "LoadMicroBatch is missing"),
-    "a row too many": (
+    "a function for a kind that DeepSpeed does not have": (
         (*TABLE, Instruction(schedule.CommitP2P, strange, strange, "")),
-        "CommitP2P is not an instruction of DeepSpeed's",
+        "CommitP2P is not executed by strange in DeepSpeed",
+    ),
+    "none for a kind that it has": (
+        (*TABLE[:-1], replace(TABLE[-1], upstream=None)), "OptimizerStep is not executed by nothing in DeepSpeed"
     ),
     "a row twice": ((*TABLE, TABLE[1]), "RecvActivation stands there 2 times"),
     "another original": (
@@ -65,11 +67,17 @@ def test_a_table_that_is_not_deepspeeds_is_refused(name: str) -> None:
     assert MAP not in vars(engine)
 
 
+def test_a_row_of_a_kind_that_deepspeed_does_not_have_is_installed() -> None:
+    engine = Engine()
+    install_instructions(engine, (*TABLE, Instruction(schedule.CommitP2P, None, strange, "for an executor of ours")))
+    assert getattr(engine, MAP)[schedule.CommitP2P] is strange
+
+
 def test_every_changed_row_is_a_registered_departure() -> None:
     registered = {name.split(":")[1] for departure in DEPARTURES for name in departure.upstream}
     changed = [row for row in TABLE if row.ours is not row.upstream]
-    assert len(changed) == 5
-    assert {row.upstream.__qualname__ for row in changed} <= registered
+    assert changed
+    assert {row.upstream.__qualname__ for row in changed if row.upstream is not None} <= registered
     assert all(row.why for row in TABLE)
 
 
@@ -105,11 +113,12 @@ def test_no_way_of_changing_the_map_is_overlooked(source: str) -> None:
 
 def test_the_map_is_assigned_in_one_place() -> None:
     found = {}
-    for path in PACKAGE.rglob("*.py"):
+    files = (path for folder in ("megastable", "launch", "benchmarks") for path in (REPOSITORY / folder).rglob("*.py"))
+    for path in files:
         nodes = list(mentions(path.read_text(encoding="utf-8")))
         if nodes:
-            found[str(path.relative_to(PACKAGE))] = [type(getattr(node, "ctx", None)) for node in nodes]
-    assert found == {"engine/instructions.py": [ast.Load, ast.Store]}
+            found[str(path.relative_to(REPOSITORY))] = [type(getattr(node, "ctx", None)) for node in nodes]
+    assert found == {"megastable/engine/instructions.py": [ast.Load, ast.Store]}
 
 
 # What the rows save

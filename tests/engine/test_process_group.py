@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch.distributed
 from deepspeed.accelerator import real_accelerator
 
 import megastable.engine
-from megastable.core.launch import Launch
+from megastable.core.host import cpu_mask, usable_cpus
 from megastable.engine import process_group
+from megastable.engine.process_group import Peer
 from tests.support.output import captured_output
 from tests.support.ranks import run_ranks
 
@@ -28,9 +30,9 @@ def connected_process() -> dict[str, Any]:
     c10d = torch.distributed.distributed_c10d
     found: dict[str, Any] = {
         "extension": deepspeed.comm.comm.cdb.shm_comm_op is not None,
-        "timeouts": [str(c10d.default_pg_timeout), str(c10d.default_pg_nccl_timeout)],
+        "timeouts": [str(getattr(c10d, name)) for name in ("default_pg_timeout", "default_pg_nccl_timeout")],
         "accelerator": accelerator_and_warnings(),
-        "threads": threads_of_two_processes(),
+        "threads": threads_beside_another_process(),
     }
     process_group.set_default_timeout(SHORT)
     group = torch.distributed.new_group([0])
@@ -53,12 +55,21 @@ def accelerator_and_warnings() -> list[str]:
     return [found, *texts]
 
 
-def threads_of_two_processes() -> int:
-    """Threads of a process that shares this machine with another one, where nobody has said how many."""
+def threads_beside_another_process() -> dict[str, int]:
+    """Threads of a process beside a second one, where the environment does not say how many."""
     del os.environ["OMP_NUM_THREADS"]
-    torch.set_num_threads((os.cpu_count() or 1) + 1)
-    process_group._prepare_device(Launch(0, 0, 2, 2, "127.0.0.1", 29500, True))
-    return torch.get_num_threads()
+    own = Peer(0, "here", 1, cpu_mask())
+    others = {
+        "on the same processors": replace(own, rank=1),
+        "on processors of its own": replace(own, rank=1, cpus=frozenset({-1})),
+        "on another machine": replace(own, rank=1, host="there"),
+    }
+    found = {}
+    for name, other in others.items():
+        torch.set_num_threads(usable_cpus() + 1)
+        process_group.share_processors([own, other], rank=0)
+        found[name] = torch.get_num_threads()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -81,4 +92,8 @@ def test_the_accelerator_is_found_without_a_warning(process: dict[str, Any]) -> 
 
 
 def test_processes_of_a_node_share_its_cores(process: dict[str, Any]) -> None:
-    assert 1 <= process["threads"] <= max(1, (os.cpu_count() or 1) // 2)
+    assert process["threads"] == {
+        "on the same processors": max(1, usable_cpus() // 2),
+        "on processors of its own": usable_cpus(),
+        "on another machine": usable_cpus(),
+    }

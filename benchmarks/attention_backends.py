@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from megastable.model.attention import ATTENTION_BACKENDS, AttentionBackend
-from megastable.model.positions import AttentionBias
-from megastable.model.tensor_parallel import OneProcess
+from megastable.model.positions import AttentionBias, alibi_slopes
 
 MIN_ROUNDS = 3
 MAX_ROUNDS = 400
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BIASES: dict[str, Callable[[int], AttentionBias]] = {
-    "causal": lambda num_heads: AttentionBias(None, OneProcess()),
-    "alibi": lambda num_heads: AttentionBias(num_heads, OneProcess()),
+    "causal": lambda num_heads: AttentionBias(),
+    "alibi": lambda num_heads: AttentionBias(alibi_slopes(num_heads)),
 }
 
 

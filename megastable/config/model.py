@@ -1,19 +1,18 @@
-"""The model's shape and parts.
+"""The model section of a run file, and the rules between its keys.
 
-Rules between keys of the model and the layout. A rule's parameters say, by their types, which sections it needs.
+A rule's parameters say, by their types, which sections it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Iterator
+from typing import Annotated
 
 from pydantic import Field
 
 from megastable.config.reading.faults import Fault
-from megastable.config.section import Section
-
-SWIGLU_SIZE_MULTIPLE = 64
+from megastable.config.section import RegisteredName, Section
+from megastable.core.model_parts import ATTENTION_KINDS, FEED_FORWARD_KINDS, NORM_KINDS, POSITION_KINDS
 
 
 class ModelConfig(Section):
@@ -38,13 +37,16 @@ class ModelConfig(Section):
     vocab_padding_multiple: int = Field(
         default=128, ge=1, description="The embedding has vocab_size rows, rounded up to a multiple of this."
     )
-    position_embedding: Literal["learned", "rotary", "alibi"] = Field(
-        default="rotary", description="How a token knows its position."
+    position_embedding: Annotated[str, RegisteredName(POSITION_KINDS)] = Field(
+        default="rotary",
+        description="How a token knows its position.",
     )
     rotary_base: float = Field(default=10000.0, gt=0, description="Base of the rotary wavelengths.")
-    norm: Literal["layernorm", "rmsnorm"] = Field(default="layernorm", description="Kind of every norm.")
+    norm: Annotated[str, RegisteredName(NORM_KINDS)] = Field(default="layernorm", description="Kind of every norm.")
     norm_eps: float = Field(default=1e-5, gt=0, description="Added to the variance in every norm.")
-    activation: Literal["gelu", "swiglu"] = Field(default="gelu", description="Kind of feed-forward layer.")
+    activation: Annotated[str, RegisteredName(FEED_FORWARD_KINDS)] = Field(
+        default="gelu", description="Kind of feed-forward layer."
+    )
     embedding_norm: bool = Field(
         default=False, description="A norm after the embedding, as in BLOOM; steadies large fp16 and bf16 runs."
     )
@@ -52,8 +54,9 @@ class ModelConfig(Section):
     dropout: float = Field(
         default=0.0, ge=0, lt=1, description="Share of values dropped in the embedding, attention and residuals."
     )
-    attention: Literal["auto", "sdpa", "math"] = Field(
-        default="auto", description="Attention backend; auto takes the fastest that fits the model and device."
+    attention: Annotated[str, RegisteredName(ATTENTION_KINDS)] = Field(
+        default="auto",
+        description="Attention backend; auto takes the fastest that fits the model and device.",
     )
     qk_norm: bool = Field(
         default=False,
@@ -74,45 +77,30 @@ class ModelConfig(Section):
 
     @property
     def kv_heads(self) -> int:
-        """Number of key and value heads."""
+        """Return the number of key and value heads."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
+        """Return the width of one attention head."""
         return self.hidden_size // self.num_attention_heads
 
     @property
     def ffn_size(self) -> int:
-        """Inner width of the feed-forward layers."""
+        """Return the inner width of the feed-forward layers."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
-        return DEFAULT_FFN_SIZES[self.activation](self.hidden_size)
+        return FEED_FORWARD_KINDS[self.activation].default_inner_size(self.hidden_size)
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: ``vocab_size`` rounded up to a multiple of ``vocab_padding_multiple``."""
-        return _round_up(self.vocab_size, self.vocab_padding_multiple)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
-def _gelu_ffn_size(hidden_size: int) -> int:
-    return 4 * hidden_size
-
-
-def _swiglu_ffn_size(hidden_size: int) -> int:
-    return _round_up(-(-8 * hidden_size // 3), SWIGLU_SIZE_MULTIPLE)
-
-
-DEFAULT_FFN_SIZES: dict[str, Callable[[int], int]] = {"gelu": _gelu_ffn_size, "swiglu": _swiglu_ffn_size}
-"""Activation -> the feed-forward layers' inner width for a hidden size."""
+        """Return the rows of the embedding: ``vocab_size``, rounded up to a multiple of ``vocab_padding_multiple``."""
+        multiple = self.vocab_padding_multiple
+        return -(-self.vocab_size // multiple) * multiple
 
 
 def heads_divide_hidden_size(model: ModelConfig) -> Iterator[Fault]:
-    """Every attention head has the same whole width."""
+    """Refuse heads whose width is no whole number, which all heads share."""
     if model.hidden_size % model.num_attention_heads:
         yield Fault(
             "megastable.model.hidden_size",
@@ -122,7 +110,7 @@ def heads_divide_hidden_size(model: ModelConfig) -> Iterator[Fault]:
 
 
 def kv_heads_divide_heads(model: ModelConfig) -> Iterator[Fault]:
-    """Every key and value head serves the same number of query heads."""
+    """Refuse key and value heads that do not all serve the same number of query heads."""
     if model.num_attention_heads % model.kv_heads:
         yield Fault(
             "megastable.model.num_key_value_heads",
@@ -132,16 +120,20 @@ def kv_heads_divide_heads(model: ModelConfig) -> Iterator[Fault]:
 
 
 def rotary_needs_even_head_dim(model: ModelConfig) -> Iterator[Fault]:
-    """Rotary embeddings turn pairs of channels."""
-    if model.position_embedding == "rotary" and model.head_dim % 2:
+    """Refuse an odd head width where the position embedding turns the channels of a head in pairs."""
+    kind = POSITION_KINDS[model.position_embedding]
+    if kind.needs_even_head_dim and model.head_dim % 2:
+        name = model.position_embedding
         yield Fault(
             "megastable.model.position_embedding",
-            model.position_embedding,
-            f"rotary needs an even head width; hidden_size / num_attention_heads is {model.head_dim}",
+            name,
+            f"{name} needs an even head width; hidden_size / num_attention_heads is {model.head_dim}",
         )
 
 
 def capped_attention_is_plain(model: ModelConfig) -> Iterator[Fault]:
-    """The fused kernel has no place for the cap."""
-    if model.attention_logit_cap is not None and model.attention == "sdpa":
-        yield Fault("megastable.model.attention", "sdpa", "must be auto or math with attention_logit_cap")
+    """Refuse a backend that has no place for the cap beside a cap."""
+    if model.attention_logit_cap is None or ATTENTION_KINDS[model.attention].allows_logit_cap:
+        return
+    legal = " or ".join(name for name, kind in ATTENTION_KINDS.items() if kind.allows_logit_cap)
+    yield Fault("megastable.model.attention", model.attention, f"must be {legal} with attention_logit_cap")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, get_args
@@ -75,23 +75,19 @@ class RegisteredName:
 
     def __get_pydantic_core_schema__(self, text: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Build pydantic's schema of the key; pydantic calls it."""
-        return core_schema.no_info_after_validator_function(self._must_be_registered, handler(text))
+        # Before the type is checked, so that a number in place of a name is answered with the names as well.
+        return core_schema.no_info_before_validator_function(self._must_be_registered, handler(text))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """Add the legal names to the JSON Schema of the key; pydantic calls it."""
         return {**handler(schema), "enum": list(self.registry)}
 
-    def _must_be_registered(self, name: str) -> str:
-        return must_be_registered(name, self.registry)
-
-
-def must_be_registered(name: str, registry: Iterable[str]) -> str:
-    """Return ``name``; raise the key's error, which lists the legal names, when ``registry`` lacks it."""
-    names = list(registry)
-    if name not in names:
-        legal = ", ".join(repr(legal) for legal in names)
-        raise PydanticCustomError("not_registered", "must be one of {legal}", {"legal": legal})
-    return name
+    def _must_be_registered(self, value: object) -> object:
+        names = list(self.registry)
+        if value not in names:
+            legal = ", ".join(repr(name) for name in names)
+            raise PydanticCustomError("not_registered", "must be one of {legal}", {"legal": legal})
+        return value
 
 
 class Amount(Section):

@@ -10,12 +10,16 @@ from megastable.config.model import ModelConfig
 from megastable.config.parallelism import PipelineConfig, TensorParallelConfig
 from megastable.config.reading.faults import Fault
 from megastable.core.flops import ModelShape, Recomputation
-from megastable.core.model_parts import ModelParts, StageLayers
+from megastable.core.layers import FlatLayer, StageLayers, describe_stage, flat_layers
+from megastable.core.model_parts import (
+    FEED_FORWARD_KINDS,
+    NORM_KINDS,
+    POSITION_KINDS,
+    ModelParts,
+    executed_attention,
+)
 from megastable.core.partition import (
     TYPE_PREFIX,
-    FlatLayer,
-    describe_stage,
-    flat_layers,
     illegal_stages,
     imbalance,
     matches_type,
@@ -33,7 +37,7 @@ class StageCut:
 
     @classmethod
     def of(cls, model: ModelConfig, pipeline: PipelineConfig, tensor_parallel: TensorParallelConfig) -> StageCut:
-        """As a valid run file asks for it; see ``core.partition.stage_bounds``.
+        """Cut as a valid run file asks for it; see ``core.partition.stage_bounds``.
 
         That a loss in chunks computes the head's product again is left out: to switch it must not move a cut.
         """
@@ -43,17 +47,17 @@ class StageCut:
 
     @property
     def stages(self) -> list[StageLayers]:
-        """What every stage holds, from the first to the last."""
-        return [StageLayers.of([layer.name for layer in own]) for own in self._held]
+        """Count what every stage holds, from the first to the last."""
+        return [StageLayers.of(layer.kind for layer in own) for own in self._held]
 
     @property
     def descriptions(self) -> list[str]:
-        """The same for people."""
+        """Tell people what every stage holds."""
         return [describe_stage(own) for own in self._held]
 
     @property
     def imbalance(self) -> float:
-        """Predicted from the operations: the dearest stage over the mean, minus 1."""
+        """Predict from the operations how much the most expensive stage is above the mean, as a share of it."""
         return imbalance(stage_costs(self.layers, self.bounds))
 
     def __str__(self) -> str:
@@ -65,14 +69,14 @@ class StageCut:
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
-    """The sizes that decide the operation count."""
+    """Return the sizes that decide the operation count."""
     return ModelShape(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_key_value_heads=model.kv_heads,
+        feed_forward=FEED_FORWARD_KINDS[model.activation],
         ffn_hidden_size=model.ffn_size,
-        gated_ffn=model.activation == "swiglu",
         seq_length=model.seq_length,
         vocab_size=model.vocab_size,
         padded_vocab_size=model.padded_vocab_size,
@@ -80,12 +84,13 @@ def model_shape(model: ModelConfig) -> ModelShape:
 
 
 def model_parts(model: ModelConfig) -> ModelParts:
-    """What the model is made of."""
+    """Return the parts of which the model is made."""
     return ModelParts(
+        positions=POSITION_KINDS[model.position_embedding],
+        norm=NORM_KINDS[model.norm],
+        attention=executed_attention(model.attention, model.attention_logit_cap),
         tie_embeddings=model.tie_embeddings,
-        learned_positions=model.position_embedding == "learned",
         embedding_norm=model.embedding_norm,
-        norm_has_bias=model.norm == "layernorm",
         qk_norm=model.qk_norm,
     )
 
@@ -94,7 +99,7 @@ PARTITION = "megastable.pipeline.partition"
 
 
 def no_more_stages_than_layers(model: ModelConfig, pipeline: PipelineConfig) -> Iterator[Fault]:
-    """Every stage has a block, or it is the last and has final norm and head."""
+    """Refuse stages for which there is neither a block nor, on the last of them, the final norm."""
     if pipeline.num_stages > model.num_layers + 1:
         yield Fault(
             "megastable.pipeline.num_stages",
@@ -105,8 +110,10 @@ def no_more_stages_than_layers(model: ModelConfig, pipeline: PipelineConfig) -> 
 
 
 def block_counts_make_the_model(model: ModelConfig, pipeline: PipelineConfig) -> Iterator[Fault]:
-    """A list has a number of blocks for every stage, and they are the model's."""
-    counts, stages, blocks = pipeline.partition, pipeline.num_stages, model.num_layers
+    """Refuse a list that has not one number for every stage, or whose numbers are not the model's blocks."""
+    counts = pipeline.partition
+    stages = pipeline.num_stages
+    blocks = model.num_layers
     if isinstance(counts, tuple) and (len(counts) != stages or sum(counts) != blocks):
         yield Fault(
             PARTITION,
@@ -117,7 +124,7 @@ def block_counts_make_the_model(model: ModelConfig, pipeline: PipelineConfig) ->
 
 
 def type_matches_a_class(model: ModelConfig, pipeline: PipelineConfig) -> Iterator[Fault]:
-    """A type that is no layer's would leave all layers on one stage."""
+    """Refuse a type that is no layer's, which would leave all layers on one stage."""
     method = pipeline.partition
     if not isinstance(method, str) or not method.startswith(TYPE_PREFIX):
         return
@@ -130,7 +137,7 @@ def type_matches_a_class(model: ModelConfig, pipeline: PipelineConfig) -> Iterat
 def every_stage_has_weights(
     model: ModelConfig, pipeline: PipelineConfig, tensor_parallel: TensorParallelConfig
 ) -> Iterator[Fault]:
-    """The optimizer needs matrices and vectors on every stage, see ``core.partition.illegal_stages``."""
+    """Refuse a cut with a stage that lacks matrices or vectors, see ``core.partition.illegal_stages``."""
     cut = StageCut.of(model, pipeline, tensor_parallel)
     for stage in illegal_stages(cut.layers, cut.bounds):
         yield Fault(

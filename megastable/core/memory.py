@@ -1,8 +1,8 @@
 """Bytes on one device of a run under DeepSpeed's ZeRO-1, by kind.
 
-Counted from ``engine.weight_update`` and from DeepSpeed 0.19.8's optimizers: ``DeepSpeedZeroOptimizer`` (fp32, fp16,
-bf16) and ``BF16_Optimizer`` (bf16, fp32 sums). Both keep an fp32 copy of their share of the weights, in an fp32 run as
-well.
+They are counted from ``engine.weight_update`` and from DeepSpeed 0.19.8's optimizers: ``DeepSpeedZeroOptimizer`` (fp32,
+fp16, bf16) and ``BF16_Optimizer`` (bf16, fp32 sums). Both keep an fp32 copy of their share of the weights, in an fp32
+run as well.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GIB = 2**30
+"""Bytes of a GiB, in which memory is shown and given."""
 FP32_BYTES = 4
 MOMENTS = 2
 """Adam's running means: of the gradient and of its square."""
@@ -24,7 +25,7 @@ COPIES_CHECK_BYTES = 8 * 2**20
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """Bytes a weight of a run's formats.
+    """Bytes that a run's formats take for each weight.
 
     Attributes:
         weight_bytes: of the weights and the activations.
@@ -55,12 +56,12 @@ class MemoryUse:
 
     @property
     def total(self) -> float:
-        """The peak: the state, and the larger of what the backward passes and what the update need beside it."""
+        """Return the peak: the state, and the larger of what the backward passes and the update need beside it."""
         state = self.weights + self.gradients + self.master_weights + self.moments
         return state + max(self.activations + self.buffers, self.update)
 
     def by_kind(self) -> dict[str, int]:
-        """Whole bytes of every kind, and the peak."""
+        """Return whole bytes of every kind, and the peak as ``total``."""
         kinds = ("weights", "gradients", "master_weights", "moments", "activations", "buffers", "update", "total")
         return {kind: round(getattr(self, kind)) for kind in kinds}
 
@@ -85,20 +86,22 @@ def memory_use(
     communication_bytes: int,
     activations: float,
 ) -> MemoryUse:
-    """What a device needs for ``num_parameters`` weights.
+    """Compute what a device needs that holds ``num_parameters`` weights.
 
     Args:
         reduce_bucket_size: elements of ZeRO's gradient buffer.
-        communication_bytes: of the format in which gradients travel.
-        activations: see ``activation_bytes``.
+        communication_bytes: bytes of a number in the format in which gradients travel.
+        activations: bytes, see ``core.activations.activation_bytes``.
     """
     share = num_parameters / data_parallel_size
-    alone = data_parallel_size == 1  # then nothing is reduced, see ``engine.weight_update``
-    bucket = 0 if number_format.flat_fp32_sums or alone else reduce_bucket_size * communication_bytes
-    if not number_format.flat_fp32_sums:
-        update = _separate_update(number_format, num_parameters, share, bucket)
+    # A single replica reduces nothing, see ``engine.weight_update``: it has no buffer and sends no message.
+    single = data_parallel_size == 1
+    if number_format.flat_fp32_sums:
+        bucket = 0
+        update = 0.0 if single else _flat_update(num_parameters, communication_bytes)
     else:
-        update = 0.0 if alone else _flat_update(num_parameters, communication_bytes)
+        bucket = 0 if single else reduce_bucket_size * communication_bytes
+        update = _separate_update(number_format, num_parameters, share, bucket)
     return MemoryUse(
         weights=num_parameters * number_format.weight_bytes,
         gradients=num_parameters * number_format.gradient_bytes,
@@ -111,14 +114,21 @@ def memory_use(
 
 
 def _flat_update(num_parameters: int, communication_bytes: int) -> float:
-    """``BF16_Optimizer``: matrices and vectors are two flat tensors, copied into one message where they are small."""
-    copied = num_parameters * FP32_BYTES if num_parameters <= LARGEST_ALL_REDUCE else 0
-    narrowed = num_parameters * communication_bytes if communication_bytes < FP32_BYTES else 0
+    """Compute the bytes of an update by ``BF16_Optimizer``, which reduces two flat tensors: matrices and vectors."""
+    copied = 0
+    if num_parameters <= LARGEST_ALL_REDUCE:
+        copied = num_parameters * FP32_BYTES  # both tensors go into one message; larger ones are sent where they are
+    narrowed = 0
+    if communication_bytes < FP32_BYTES:
+        narrowed = num_parameters * communication_bytes
     return float(copied + narrowed)
 
 
 def _separate_update(number_format: NumberFormat, num_parameters: int, share: float, bucket_bytes: float) -> float:
-    """``DeepSpeedZeroOptimizer``: the pipeline engine allocates its gradient buffer a second time to reduce; later the
-    device's share of the gradients is widened, when the others are gone."""
-    gone = (num_parameters - share) * number_format.gradient_bytes
-    return max(2 * bucket_bytes, share * FP32_BYTES - gone)
+    """Compute the bytes of an update by ``DeepSpeedZeroOptimizer``: the larger of its two widest moments."""
+    # To reduce, the pipeline engine allocates the gradient buffer a second time.
+    reducing = 2 * bucket_bytes
+    # Later the device's share of the gradients is widened to fp32, when those of other devices have been freed.
+    freed = (num_parameters - share) * number_format.gradient_bytes
+    widening = share * FP32_BYTES - freed
+    return max(reducing, widening)

@@ -1,101 +1,153 @@
-"""The number of weights of a model, of one of its stages, and of one tensor rank of a stage, by sizes alone."""
+"""The parts that a GPT can be made of, as far as numbers follow from them.
+
+A run file names one kind of each. The rules of a run file, the operations, the number of weights and the memory of the
+backward pass all read the record of that kind here; ``megastable.model`` has a registry of the same names that holds
+the modules. To add a kind: a record and a line in its registry here, a module and a line in its registry there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from megastable.core.flops import ModelShape
+SWIGLU_SIZE_MULTIPLE = 64
+"""The default inner width of SwiGLU is a multiple of this, so that its matrices fill the tiles of a GPU's kernels."""
+
+
+@dataclass(frozen=True)
+class FeedForwardKind:
+    """A kind of feed-forward layer: matrices into an inner width, one matrix out of it, biases on all of them.
+
+    Attributes:
+        input_projections: matrices of hidden size x inner width into the layer; a gate is one more.
+        kept_per_width: elements that the layer keeps of a token for its backward pass, for each unit of inner width.
+        default_inner_size: hidden size -> the inner width of a run file that gives none.
+    """
+
+    input_projections: int
+    kept_per_width: int
+    default_inner_size: Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class NormKind:
+    """A kind of norm. All of them have a scale as wide as what they norm.
+
+    Attributes:
+        has_bias: there is a bias of the same width beside the scale.
+        fused_on_cpu: one kernel does it on a CPU, which keeps the input for the backward pass and nothing else as wide;
+            separate operations keep the normed values as well.
+        fused_on_gpu: the same on a GPU.
+    """
+
+    has_bias: bool
+    fused_on_cpu: bool = True
+    fused_on_gpu: bool = True
+
+    @property
+    def num_vectors(self) -> int:
+        """Count the vectors of its width that a norm learns."""
+        return 2 if self.has_bias else 1
+
+    def keeps_normed_values(self, on_cpu: bool) -> bool:
+        """Tell whether the normed values are kept beside the input for the backward pass."""
+        if on_cpu:
+            return not self.fused_on_cpu
+        return not self.fused_on_gpu
+
+
+@dataclass(frozen=True)
+class PositionKind:
+    """How a token learns its position.
+
+    Attributes:
+        has_table: a learned vector of hidden size for each of ``seq_length`` positions is added to the embedding.
+        bias_per_head: each head adds a matrix of its own, seq_length x seq_length, to the attention scores.
+        needs_even_head_dim: channels of a head are turned in pairs.
+    """
+
+    has_table: bool = False
+    bias_per_head: bool = False
+    needs_even_head_dim: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """An attention backend.
+
+    Attributes:
+        keeps_weights: the attention weights, seq_length for each token and head, are kept for the backward pass.
+        allows_logit_cap: a run file may ask for a cap of the logits, which ``CAPPED_ATTENTION`` then computes.
+    """
+
+    keeps_weights: bool
+    allows_logit_cap: bool
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _gelu_inner_size(hidden_size: int) -> int:
+    return 4 * hidden_size
+
+
+def _swiglu_inner_size(hidden_size: int) -> int:
+    # Three matrices of 8/3 the width have as many weights as two of four times the width.
+    eight_thirds = -(-8 * hidden_size // 3)
+    return _round_up(eight_thirds, SWIGLU_SIZE_MULTIPLE)
+
+
+FEED_FORWARD_KINDS: dict[str, FeedForwardKind] = {
+    # Kept are the projection, which GELU's derivative needs, and GELU's result, which is the output matrix's input.
+    "gelu": FeedForwardKind(input_projections=1, kept_per_width=2, default_inner_size=_gelu_inner_size),
+    # Kept are gate and linear path, the gate after SiLU, and the product of both paths.
+    "swiglu": FeedForwardKind(input_projections=2, kept_per_width=4, default_inner_size=_swiglu_inner_size),
+}
+"""Name in a run file -> kind of feed-forward layer; the modules are in ``model.block``."""
+
+NORM_KINDS: dict[str, NormKind] = {
+    "layernorm": NormKind(has_bias=True),
+    # torch has a fused RMSNorm for GPUs alone.
+    "rmsnorm": NormKind(has_bias=False, fused_on_cpu=False),
+}
+"""Name in a run file -> kind of norm; the modules are in ``model.residual_stream``."""
+
+POSITION_KINDS: dict[str, PositionKind] = {
+    "learned": PositionKind(has_table=True),
+    "rotary": PositionKind(needs_even_head_dim=True),
+    "alibi": PositionKind(bias_per_head=True),
+}
+"""Name in a run file -> kind of position embedding; what each of them builds is in ``model.positions``."""
+
+ATTENTION_KINDS: dict[str, AttentionKind] = {
+    "auto": AttentionKind(keeps_weights=False, allows_logit_cap=True),
+    # The fused kernel has no place for a cap between the product and the softmax.
+    "sdpa": AttentionKind(keeps_weights=False, allows_logit_cap=False),
+    "math": AttentionKind(keeps_weights=True, allows_logit_cap=True),
+}
+"""Name in a run file -> attention backend; the functions are in ``model.attention``."""
+
+CAPPED_ATTENTION = "math"
+"""The backend that computes attention with a cap of its logits, whichever backend the run file names."""
+
+
+def executed_attention(name: str, logit_cap: float | None) -> AttentionKind:
+    """Return the backend that a model runs whose run file names ``name``."""
+    if logit_cap is not None:
+        return ATTENTION_KINDS[CAPPED_ATTENTION]
+    return ATTENTION_KINDS[name]
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """What a model is made of, beside its sizes."""
+    """The parts of a model beside its sizes; its feed-forward layer stands in ``core.flops.ModelShape``."""
 
+    positions: PositionKind
+    norm: NormKind
+    attention: AttentionKind
     tie_embeddings: bool
-    learned_positions: bool
     embedding_norm: bool
-    norm_has_bias: bool
+    """A norm follows the embedding, as in BLOOM."""
     qk_norm: bool
-
-    @property
-    def vectors_per_norm(self) -> int:
-        """A scale, and a bias where it has one."""
-        return 2 if self.norm_has_bias else 1
-
-
-@dataclass(frozen=True)
-class StageLayers:
-    """Which layers a pipeline stage holds: so many blocks, and what it has of both ends of the model."""
-
-    num_blocks: int
-    is_first: bool
-    """It holds the embedding, as the first stage and no other does."""
-    has_embedding_finish: bool
-    has_final_norm: bool
-    is_last: bool
-    """It holds the head, as the last stage and no other does."""
-
-    @classmethod
-    def of(cls, names: Sequence[str]) -> StageLayers:
-        """Of the names of its layers."""
-        return cls(
-            num_blocks=sum(name.startswith("block_") for name in names),
-            is_first="embedding" in names,
-            has_embedding_finish="embedding_finish" in names,
-            has_final_norm="final_norm" in names,
-            is_last="head" in names,
-        )
-
-    @classmethod
-    def blocks(cls, count: int) -> StageLayers:
-        """Blocks alone."""
-        return cls(count, is_first=False, has_embedding_finish=False, has_final_norm=False, is_last=False)
-
-    @classmethod
-    def whole(cls, num_blocks: int) -> StageLayers:
-        """A model of one stage."""
-        return cls(num_blocks, is_first=True, has_embedding_finish=True, has_final_norm=True, is_last=True)
-
-
-def num_parameters(shape: ModelShape, parts: ModelParts) -> int:
-    """All weights of the model: padded embedding, blocks with biases and norms, final norm, head."""
-    return stage_parameters(shape, parts, StageLayers.whole(shape.num_layers))
-
-
-def stage_parameters(shape: ModelShape, parts: ModelParts, stage: StageLayers, tensor_parallel_size: int = 1) -> int:
-    """Weights that one tensor rank of a stage holds.
-
-    A tied head is a copy of the embedding where it is on another stage. Norms, positions and the biases of row-parallel
-    layers are whole on every rank (Shoeybi et al., arXiv 1909.08053, section 3).
-    """
-    hidden = shape.hidden_size
-    norm = hidden * parts.vectors_per_norm
-    embedding = shape.padded_vocab_size * hidden // tensor_parallel_size
-    count = stage.num_blocks * _block_parameters(shape, parts, tensor_parallel_size)
-    if stage.is_first:
-        count += embedding
-    if stage.has_embedding_finish:
-        count += shape.seq_length * hidden if parts.learned_positions else 0
-        count += norm if parts.embedding_norm else 0
-    count += norm if stage.has_final_norm else 0
-    if stage.is_last:
-        count += 0 if stage.is_first and parts.tie_embeddings else embedding
-    return count
-
-
-def largest_matrix(shape: ModelShape, stage: StageLayers, tensor_parallel_size: int = 1) -> int:
-    """Elements of the largest single weight that one tensor rank of a stage holds."""
-    ffn_input = shape.hidden_size * shape.ffn_hidden_size * (2 if shape.gated_ffn else 1) if stage.num_blocks else 0
-    embedding = shape.hidden_size * shape.padded_vocab_size if stage.is_first or stage.is_last else 0
-    return max(ffn_input, embedding) // tensor_parallel_size
-
-
-def _block_parameters(shape: ModelShape, parts: ModelParts, tensor_parallel_size: int) -> int:
-    hidden, head_dim = shape.hidden_size, shape.hidden_size // shape.num_attention_heads
-    norms = parts.vectors_per_norm * (2 * hidden + (2 * head_dim if parts.qk_norm else 0))
-    key_value_size = 2 * head_dim * shape.num_key_value_heads
-    ffn_inputs = shape.ffn_hidden_size * (2 if shape.gated_ffn else 1)
-    attention = hidden * (2 * hidden + key_value_size) + (hidden + key_value_size)
-    feed_forward = hidden * (ffn_inputs + shape.ffn_hidden_size) + ffn_inputs
-    return (attention + feed_forward) // tensor_parallel_size + 2 * hidden + norms
+    """A norm over each head's queries and keys."""

@@ -1,8 +1,8 @@
-"""Cutting a list of numbers into consecutive parts: the exact problem, and DeepSpeed's two answers to it.
-
-Where the flat list of layers is cut into pipeline stages.
+"""Where the flat list of layers is cut into pipeline stages.
 
 A cut is given by its bounds: ``num_stages + 1`` indices into the list; stage i holds ``[bounds[i], bounds[i + 1])``.
+Every way to cut asks for consecutive parts of a list of numbers, one a layer, which come first: the exact answer, and
+DeepSpeed's two.
 """
 
 from __future__ import annotations
@@ -10,58 +10,89 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from megastable.core.flops import BACKWARD_FORWARD_RATIO, ModelShape, Recomputation
-from megastable.core.model_parts import ModelParts, StageLayers, stage_parameters
+from megastable.core.layers import FlatLayer
 
 
 def least_largest_sum(values: Sequence[int], num_parts: int) -> tuple[int, ...]:
-    """Bounds of consecutive parts, none of them empty, whose largest sum is the least possible.
+    """Find the bounds of consecutive parts, none of them empty, whose largest sum is the least possible.
 
-    Of several such, the one with the least sum of squares; then the one whose last parts are lightest. The limit is
-    found by bisection, the parts under it by dynamic programming.
+    Of several such, return the one with the least sum of squares; then the one whose last parts are lightest. The limit
+    is found by bisection, the parts under it by dynamic programming.
 
     Raises:
         ValueError: fewer values than parts.
     """
     if not 1 <= num_parts <= len(values):
         raise ValueError(f"{len(values)} values make no {num_parts} parts")
-    before = [0, *accumulate(values)]
-    low, high = max(values), before[-1]
+    sums_before = [0, *accumulate(values)]  # sums_before[i] is the sum of values[:i]
+    # No limit below the largest value can work; the sum of all always does.
+    low = max(values)
+    high = sums_before[-1]
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if _fits(values, num_parts, middle) else (middle + 1, high)
-    return _least_squares(before, num_parts, low)
+        if _fits(values, num_parts, middle):
+            high = middle
+        else:
+            low = middle + 1
+    return _least_squares(sums_before, num_parts, low)
 
 
 def _fits(values: Sequence[int], num_parts: int, limit: int) -> bool:
-    """Whether so many parts are enough when each takes all it may; fewer can always be cut further."""
-    parts, filled = 1, 0
+    """Tell whether ``num_parts`` parts are enough when each is filled up to ``limit`` before the next begins.
+
+    Where fewer are enough, they can be cut further: that makes no sum larger.
+    """
+    parts = 1
+    filled = 0
     for value in values:
-        parts, filled = (parts, filled + value) if filled + value <= limit else (parts + 1, value)
+        if filled + value <= limit:
+            filled += value
+        else:
+            parts += 1
+            filled = value
     return parts <= num_parts
 
 
-def _least_squares(before: Sequence[int], num_parts: int, limit: int) -> tuple[int, ...]:
-    """The parts of least sum of squares among those with no sum above the limit; ``before`` are cumulative sums."""
-    count = len(before) - 1
-    best: dict[int, int] = {0: 0}  # stop of the parts so far -> least sum of squares
-    starts: list[dict[int, int]] = []  # for every part, its stop -> the start that gives it
+def _least_squares(sums_before: Sequence[int], num_parts: int, limit: int) -> tuple[int, ...]:
+    """Find the parts of least sum of squares among those of which none sums to more than ``limit``.
+
+    The parts are laid from the front, one after the other. For each place where the parts so far may stop, only the
+    best way to get there is kept: what follows does not depend on how it was reached.
+
+    Args:
+        sums_before: ``sums_before[i]`` is the sum of the first i values.
+    """
+    count = len(sums_before) - 1
+    least: dict[int, int] = {0: 0}  # stop of the parts so far -> least sum of their squares
+    starts: list[dict[int, int]] = []  # for each part, its stop -> the start that gives the least
     for part in range(1, num_parts + 1):
+        # Each part needs a value, those before this one and those after; the last part takes all that are left.
+        last_stop = count - (num_parts - part)
+        first_stop = part if part < num_parts else count
         squares: dict[int, int] = {}
         chosen: dict[int, int] = {}
-        for stop in [count] if part == num_parts else range(part, count - num_parts + part + 1):
-            for start in range(stop - 1, part - 2, -1):  # the lightest part first, which stays where others equal it
-                own = before[stop] - before[start]
+        for stop in range(first_stop, last_stop + 1):
+            # Starts from the right give the lightest last part first, which then stays where others only equal it.
+            for start in range(stop - 1, part - 2, -1):
+                own = sums_before[stop] - sums_before[start]
                 if own > limit:
-                    break
-                if start in best and best[start] + own * own < squares.get(stop, math.inf):
-                    squares[stop], chosen[stop] = best[start] + own * own, start
+                    break  # the starts further left are heavier still
+                if start not in least:
+                    continue
+                total = least[start] + own * own
+                if total < squares.get(stop, math.inf):
+                    squares[stop] = total
+                    chosen[stop] = start
         starts.append(chosen)
-        best = squares
+        least = squares
+    return _traced_back(starts, count)
+
+
+def _traced_back(starts: Sequence[Sequence[int] | dict[int, int]], count: int) -> tuple[int, ...]:
+    """Follow the chosen starts from the end of the list to its beginning; they are the bounds."""
     bounds = [count]
     for chosen in reversed(starts):
         bounds.append(chosen[bounds[-1]])
@@ -69,7 +100,7 @@ def _least_squares(before: Sequence[int], num_parts: int, limit: int) -> tuple[i
 
 
 def deepspeed_uniform(count: int, num_parts: int) -> tuple[int, ...]:
-    """``deepspeed.runtime.utils.partition_uniform``: equal counts; the first parts take the remainder."""
+    """Cut into equal counts, the first parts taking the remainder: ``deepspeed.runtime.utils.partition_uniform``."""
     if count <= num_parts:
         return tuple(min(part, count) for part in range(num_parts + 1))
     each, remainder = divmod(count, num_parts)
@@ -77,95 +108,58 @@ def deepspeed_uniform(count: int, num_parts: int) -> tuple[int, ...]:
 
 
 def deepspeed_balanced(weights: Sequence[int], num_parts: int) -> tuple[int, ...]:
-    """``deepspeed.runtime.utils.partition_balanced``: a small difference between largest and smallest part.
+    """Cut for a small difference between the largest and the smallest part.
 
-    Its dynamic programming keeps for every prefix the parts of least difference, the last of them where several are
-    equal, which is not always the best of the whole; the bounds have to be the same as its own.
+    This is ``deepspeed.runtime.utils.partition_balanced``, and the bounds have to be the same as its own. Its dynamic
+    programming keeps for every prefix the parts of least difference, the last of them where several are equal. That is
+    not always the best of the whole: another way to cut the prefix may go better with what follows.
     """
     count = len(weights)
     if count <= num_parts:
         return deepspeed_uniform(count, num_parts)
-    before = [0, *accumulate(weights)]
-    # For the parts so far, by stop: largest part, smallest part. A prefix that cannot be cut so has an infinite one.
+    sums_before = [0, *accumulate(weights)]
+    # By the stop of the parts so far: their largest and their smallest sum. A prefix that has too few weights for so
+    # many parts keeps infinities, which no part beats.
     largest: list[float] = [0.0] + [math.inf] * count
     smallest: list[float] = [math.inf] * (count + 1)
     starts: list[list[int]] = []
     for part in range(1, num_parts + 1):
-        new_largest, new_smallest, chosen = [math.inf] * (count + 1), [math.inf] * (count + 1), [0] * (count + 1)
+        new_largest = [math.inf] * (count + 1)
+        new_smallest = [math.inf] * (count + 1)
+        chosen = [0] * (count + 1)
         for stop in range(part, count + 1):
             least = math.inf
             for start in range(stop):
-                own = before[stop] - before[start]
-                high, low = max(largest[start], own), min(smallest[start], own)
-                if high - low <= least:
+                own = sums_before[stop] - sums_before[start]
+                high = max(largest[start], own)
+                low = min(smallest[start], own)
+                if high - low <= least:  # <=, as there: the last of equal cuts stays
                     least = high - low
-                    new_largest[stop], new_smallest[stop], chosen[stop] = high, low, start
+                    new_largest[stop] = high
+                    new_smallest[stop] = low
+                    chosen[stop] = start
         starts.append(chosen)
-        largest, smallest = new_largest, new_smallest
-    bounds = [count]
-    for chosen in reversed(starts):
-        bounds.append(chosen[bounds[-1]])
-    return tuple(reversed(bounds))
+        largest = new_largest
+        smallest = new_smallest
+    return _traced_back(starts, count)
 
+
+# A search over layouts, and every rule of a run file, asks for the same cuts again.
+_least_largest_sum = lru_cache(maxsize=512)(least_largest_sum)
+_deepspeed_balanced = lru_cache(maxsize=512)(deepspeed_balanced)
 
 LAYERS_AT_EACH_END = 2
-"""Lookup and embedding finish before the blocks, final norm and head after them."""
+"""Embedding and embedding finish stand before the blocks, final norm and head after them."""
 FIRST_CUT = LAYERS_AT_EACH_END + 1
-"""Behind the first block."""
-SMALL_OPERATIONS = 10
-"""Counted for each element of what is no matrix product (lookup, positions, norms, loss): a rough figure, small beside
-the 2 x hidden operations that a product spends on each."""
+"""The first place where ``balanced`` may cut, which is behind the first block."""
 TYPE_PREFIX = "type:"
 
 Partition = str | tuple[int, ...]
 """A name of ``PARTITIONS``, ``type:regex``, or the number of blocks of every stage."""
 
 
-@dataclass(frozen=True)
-class FlatLayer:
-    """One layer of the model, by name and size; ``model.layers.gpt_layers`` builds the same list in torch."""
-
-    name: str
-    class_name: str
-    num_parameters: int
-    """On one tensor rank; a tied head counts, as DeepSpeed counts it."""
-    has_matrices: bool
-    has_vectors: bool
-    """Norms and biases."""
-    cost: int
-    """Operations of a sample, forward and backward, over all tensor ranks."""
-
-
-def flat_layers(
-    shape: ModelShape, parts: ModelParts, recomputation: Recomputation, tensor_parallel_size: int = 1
-) -> tuple[FlatLayer, ...]:
-    """The model's layers in order: embedding, embedding finish, blocks, final norm, head.
-
-    The backward pass counts twice the forward pass, and what is computed again once more. The head multiplies by the
-    padded vocabulary.
-    """
-    width, logits = shape.seq_length * shape.hidden_size, shape.seq_length * shape.padded_vocab_size
-    finish = SMALL_OPERATIONS * width * (parts.learned_positions + parts.embedding_norm)
-    passes = 1 + BACKWARD_FORWARD_RATIO
-
-    def layer(name: str, class_name: str, cost: int, matrices: bool, vectors: bool) -> FlatLayer:
-        held = stage_parameters(shape, parts, StageLayers.of([name]), tensor_parallel_size)
-        return FlatLayer(name, class_name, held, matrices, vectors, cost)
-
-    block = passes * shape.block_forward_flops + recomputation.flops_per_sample(shape, 1, holds_head=False)
-    head = (2 * shape.hidden_size + SMALL_OPERATIONS) * logits * passes
-    head += recomputation.flops_per_sample(shape, 0, holds_head=True)
-    return (
-        layer("embedding", "VocabularyEmbedding", SMALL_OPERATIONS * width * passes, True, False),
-        layer("embedding_finish", "EmbeddingFinish", finish * passes, parts.learned_positions, parts.embedding_norm),
-        *(layer(f"block_{number}", "TransformerBlock", block, True, True) for number in range(shape.num_layers)),
-        layer("final_norm", "FinalNorm", SMALL_OPERATIONS * width * passes, False, True),
-        layer("head", "VocabularyEmbedding" if parts.tie_embeddings else "OutputHead", head, True, False),
-    )
-
-
 def balanced(layers: Sequence[FlatLayer], num_stages: int) -> tuple[int, ...]:
-    """The dearest stage is as cheap as it can be, then the stages as equal as they can be.
+    """Make the most expensive stage as cheap as it can be, then the stages as equal as they can be.
 
     Cuts fall behind a block: the embedding, which costs next to nothing, stays with the first one, and the final norm
     with the head, which may have a stage of their own.
@@ -174,18 +168,21 @@ def balanced(layers: Sequence[FlatLayer], num_stages: int) -> tuple[int, ...]:
         ValueError: more stages than blocks and head.
     """
     costs = [layer.cost for layer in layers]
+    # What is never cut apart is one item: embedding, its finish and the first block; final norm and head.
     items = (sum(costs[:FIRST_CUT]), *costs[FIRST_CUT:-LAYERS_AT_EACH_END], sum(costs[-LAYERS_AT_EACH_END:]))
     bounds = _least_largest_sum(items, num_stages)
-    return (0, *(bound + FIRST_CUT - 1 for bound in bounds[1:-1]), len(layers))
+    # Item i ends where layer i + FIRST_CUT - 1 begins, since the first item holds FIRST_CUT layers.
+    inner = [bound + FIRST_CUT - 1 for bound in bounds[1:-1]]
+    return (0, *inner, len(layers))
 
 
 def uniform(layers: Sequence[FlatLayer], num_stages: int) -> tuple[int, ...]:
-    """As many layers in every stage, whatever they cost: DeepSpeed's ``uniform``."""
+    """Give every stage as many layers, whatever they cost: DeepSpeed's ``uniform``."""
     return deepspeed_uniform(len(layers), num_stages)
 
 
 def by_parameters(layers: Sequence[FlatLayer], num_stages: int) -> tuple[int, ...]:
-    """As many weights in every stage: DeepSpeed's ``parameters``."""
+    """Give every stage as many weights: DeepSpeed's ``parameters``."""
     return _deepspeed_balanced(tuple(layer.num_parameters for layer in layers), num_stages)
 
 
@@ -198,7 +195,7 @@ PARTITIONS: dict[str, Callable[[Sequence[FlatLayer], int], tuple[int, ...]]] = {
 
 
 def stage_bounds(layers: Sequence[FlatLayer], num_stages: int, partition: Partition) -> tuple[int, ...]:
-    """The bounds of a cut. Those that are not ``balanced`` may leave ``illegal_stages``.
+    """Return the bounds of a cut. Those that are not ``balanced`` may leave ``illegal_stages``.
 
     Raises:
         KeyError: no such method.
@@ -206,64 +203,47 @@ def stage_bounds(layers: Sequence[FlatLayer], num_stages: int, partition: Partit
         re.error: ``type:`` with what is no regular expression.
     """
     if not isinstance(partition, str):
-        return _of_block_counts(partition, len(layers))
+        return _by_block_counts(partition, len(layers))
     if partition.startswith(TYPE_PREFIX):
+        # DeepSpeed's ``type:`` shares out the layers of a class and does not look at the others.
         pattern = partition.removeprefix(TYPE_PREFIX)
         weights = tuple(int(matches_type(layer.class_name, pattern)) for layer in layers)
         return _deepspeed_balanced(weights, num_stages)
     return PARTITIONS[partition](layers, num_stages)
 
 
-def matches_type(class_name: str, pattern: str) -> bool:
-    """Whether a class is one that ``type:pattern`` counts: anywhere in the name, in whatever case."""
-    return re.search(pattern, class_name, re.IGNORECASE) is not None
-
-
-def illegal_stages(layers: Sequence[FlatLayer], bounds: Sequence[int]) -> list[int]:
-    """The stages that lack matrices or vectors, which are the two groups of the optimizer.
-
-    DeepSpeed drops the empty group, so that stages have unlike optimizers: some such cuts were seen to hang, others to
-    train, depending on the number format. A stage with vectors has weights of its own: only matrices are tied.
-    """
-    stages = [layers[start:stop] for start, stop in pairwise(bounds)]
-    return [
-        number
-        for number, own in enumerate(stages)
-        if not (any(layer.has_matrices for layer in own) and any(layer.has_vectors for layer in own))
-    ]
-
-
-def stage_costs(layers: Sequence[FlatLayer], bounds: Sequence[int]) -> list[int]:
-    """Operations of every stage, see ``FlatLayer.cost``."""
-    return [sum(layer.cost for layer in layers[start:stop]) for start, stop in pairwise(bounds)]
-
-
-def imbalance(costs: Sequence[float]) -> float:
-    """The dearest stage over the mean, minus 1."""
-    return max(costs) * len(costs) / sum(costs) - 1
-
-
-def describe_stage(layers: Sequence[FlatLayer]) -> str:
-    """What a stage holds, for people: ``embedding + 3 blocks``. A norm or finish goes without saying beside its end."""
-    names = [layer.name for layer in layers]
-    blocks = sum(name.startswith("block_") for name in names)
-    shown = [f"{blocks} block{'s' if blocks > 1 else ''}"] if blocks else []
-    if "embedding" in names:
-        shown.insert(0, "embedding")
-    elif "embedding_finish" in names:
-        shown.insert(0, "embedding finish")
-    if "head" in names:
-        shown.append("head" if "final_norm" in names else "head without its norm")
-    elif "final_norm" in names:
-        shown.append("final norm")
-    return " + ".join(shown)
-
-
-def _of_block_counts(counts: Sequence[int], num_layers: int) -> tuple[int, ...]:
+def _by_block_counts(counts: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Cut so that stage i has ``counts[i]`` blocks, and both ends of the model what stands beside their blocks."""
     ends = [LAYERS_AT_EACH_END + blocks for blocks in accumulate(counts)]
     return (0, *ends[:-1], num_layers)
 
 
-# A search over layouts, and every rule of a run file, asks for the same cuts again.
-_least_largest_sum = lru_cache(maxsize=512)(least_largest_sum)
-_deepspeed_balanced = lru_cache(maxsize=512)(deepspeed_balanced)
+def matches_type(class_name: str, pattern: str) -> bool:
+    """Tell whether ``type:pattern`` counts a class: it matches anywhere in the name, in whatever case."""
+    return re.search(pattern, class_name, re.IGNORECASE) is not None
+
+
+def illegal_stages(layers: Sequence[FlatLayer], bounds: Sequence[int]) -> list[int]:
+    """Number the stages that lack matrices or vectors, which are the two groups of the optimizer.
+
+    DeepSpeed drops the empty group, so that stages have unlike optimizers: some such cuts were seen to hang, others to
+    train, depending on the number format. A stage with vectors has weights of its own: only matrices are tied.
+    """
+    illegal = []
+    for number, (start, stop) in enumerate(pairwise(bounds)):
+        held = layers[start:stop]
+        has_matrices = any(layer.has_matrices for layer in held)
+        has_vectors = any(layer.has_vectors for layer in held)
+        if not (has_matrices and has_vectors):
+            illegal.append(number)
+    return illegal
+
+
+def stage_costs(layers: Sequence[FlatLayer], bounds: Sequence[int]) -> list[int]:
+    """Add up the operations of every stage, see ``FlatLayer.cost``."""
+    return [sum(layer.cost for layer in layers[start:stop]) for start, stop in pairwise(bounds)]
+
+
+def imbalance(costs: Sequence[float]) -> float:
+    """Compute how much the most expensive stage is above the mean, as a share of the mean."""
+    return max(costs) * len(costs) / sum(costs) - 1

@@ -1,4 +1,4 @@
-"""Writing and reading checkpoints of the pipeline engine, so that a broken write never looks like a checkpoint."""
+"""Writes and reads checkpoints of the pipeline engine, so that a broken write never looks like a checkpoint."""
 
 from __future__ import annotations
 
@@ -38,19 +38,22 @@ def save_checkpoint(
     The files go to a ``.partial`` folder; once all ranks are done rank 0 writes the manifest and renames it.
 
     Args:
-        run, corpus_fingerprint, monitors: the run file as a dictionary, what the data was, and what the monitors
-            remember; kept in the manifest.
+        run: the run file as a dictionary, kept in the manifest as are the next two.
+        corpus_fingerprint: identifies the tokenised data.
+        monitors: the state of the monitors.
 
     Returns:
         The published folder.
     """
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank = torch.distributed.get_rank()
+    world_size = torch.distributed.get_world_size()
     final = checkpoints / folder_name(state.step)
     partial = final.with_name(final.name + PARTIAL_SUFFIX)
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed here
         partial.mkdir(parents=True)
     torch.distributed.barrier()
+    # DeepSpeed's own marker, a file named latest, would be written before all ranks are done, and name this folder.
     engine.deepspeed.save_checkpoint(str(checkpoints), tag=partial.name, save_latest=False)
     save_random_state(partial, rank)
     torch.distributed.barrier()
@@ -75,6 +78,7 @@ def load_checkpoint(engine: TrainingEngine, folder: Path) -> TrainingState:
         UserError: the checkpoint is not complete.
     """
     manifest = read_manifest(folder)
+    # No LR scheduler is handed to DeepSpeed: the learning rate is a function of ``state``.
     path, _ = engine.deepspeed.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=False)
     if path is None:
         raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}")

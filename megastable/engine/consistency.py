@@ -1,7 +1,7 @@
-"""Checks that weights which should be equal on several ranks are, to the bit: what a silent fault would break.
+"""Compares weights that should be equal on several ranks, to the bit: what a silent fault breaks first.
 
-Three kinds of copies: replicas of a stage, tied weights on several stages, and whole parameters on tensor ranks. Each
-16-bit weight must also be its fp32 master, rounded.
+There are three kinds of copies: replicas of a stage, tied weights on several stages, and whole parameters on tensor
+ranks. Each 16-bit weight must also be its fp32 master, rounded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megastable.core.layout import ParallelLayout
-from megastable.engine.flat_partitions import FlatPartition
+from megastable.engine.flat_partitions import FlatPartition, span_of
 from megastable.engine.pipeline_module import GptPipeline
 from megastable.engine.tensor_group import is_split
 
@@ -23,20 +23,27 @@ CHUNK_ELEMENTS = 2**20
 
 
 class ConsistencyCheck:
-    """``differences`` compares all copies; collective."""
+    """Compares all copies of the weights of a run, and each weight with its master; collective.
+
+    Copies are compared by a checksum of each parameter, so that only 8 bytes a parameter travel.
+    """
 
     def __init__(self, engine: Any, partitions: list[FlatPartition], layout: ParallelLayout) -> None:
         self._module: GptPipeline = engine.module
-        self._partitions, self._layout, self._grid = partitions, layout, engine.grid
-        generator = torch.Generator().manual_seed(1)
+        self._partitions = partitions
+        self._layout = layout
+        self._grid = engine.grid
+        generator = torch.Generator().manual_seed(1)  # the same weights on every rank
+        # Odd, so that multiplying by one loses no bit modulo 2^64.
         weights = torch.randint(-(2**62), 2**62, (CHUNK_ELEMENTS,), generator=generator) | 1
         self._hash_weights = weights.to(engine.device)
 
     def differences(self) -> list[str]:
-        """A line for every parameter that differs, with the ranks; the same on every rank, empty where all is well."""
+        """List every parameter that differs, with the ranks, in a line each; the same on every rank; collective."""
         own = [*self._differing_copies(), *self._differing_masters()]
         everywhere: list[list[str]] = [[]] * dist.get_world_size()
         dist.all_gather_object(everywhere, own)
+        # All ranks of a group report the same line; it is kept once.
         return list(dict.fromkeys(line for lines in everywhere for line in lines))
 
     def _differing_copies(self) -> Iterator[str]:
@@ -49,47 +56,58 @@ class ConsistencyCheck:
             yield from self._compare({names[weight]: weight}, group, "tied copies")
 
     def _compare(self, parameters: dict[str, nn.Parameter], group: dist.ProcessGroup, what: str) -> Iterator[str]:
+        """Yield a line for every parameter that is not equal on all ranks of ``group``."""
         size = dist.get_world_size(group)
         if size == 1 or not parameters:
             return
-        own = torch.stack([self._checksum(parameter.detach()) for parameter in parameters.values()])
+        own = torch.stack([self._checksum(parameter.detach()) for parameter in parameters.values()])  # (parameters,)
         copies = own.new_empty(size * len(own))
         dist.all_gather_single(copies, own, group=group)
-        table, ranks = copies.view(size, -1).tolist(), dist.get_process_group_ranks(group)
+        table = copies.view(size, -1).tolist()  # a row for each rank of the group
+        ranks = dist.get_process_group_ranks(group)
         for index, name in enumerate(parameters):
             values = [row[index] for row in table]
             if len(set(values)) > 1:
-                most = max(values.count(value) for value in values)
-                agreed = {value for value in values if values.count(value) == most}
-                # Without a majority nobody can say which is right.
-                odd = [r for r, v in zip(ranks, values, strict=True) if v not in agreed or len(agreed) > 1]
+                odd = [rank for rank, value in zip(ranks, values, strict=True) if value in _suspects(values)]
                 yield f"{what} of {name} differ: {', '.join(map(self._layout.describe, odd))}"
 
     def _checksum(self, weight: Tensor) -> Tensor:
-        """A sum of the bits with random odd weights, so that any single change shows, and swaps do."""
+        """Sum the bits of a tensor with random odd weights, so that any single change shows, and a swap does."""
         bits = weight.reshape(-1).view(torch.int32 if weight.element_size() == 4 else torch.int16)
         total = torch.zeros((), dtype=torch.int64, device=weight.device)
         for number, chunk in enumerate(bits.split(CHUNK_ELEMENTS)):
+            # The factor of a chunk is odd, too, and differs, so that equal chunks do not change places unseen.
             total += (2 * number + 1) * (chunk.to(torch.int64) * self._hash_weights[: len(chunk)]).sum()
         return total
 
     def _differing_masters(self) -> Iterator[str]:
-        """A line for every 16-bit weight on this rank that is not its fp32 master, rounded."""
-        names, rank = self._names(), self._layout.describe(dist.get_rank())
+        """Yield a line for every 16-bit weight on this rank that is not its fp32 master, rounded."""
+        names = self._names()
+        rank = self._layout.describe(dist.get_rank())
         for partition in self._partitions:
-            master = partition.master
-            for parameter in partition.parameters:
-                if parameter._hp_mapping is None:
-                    continue
-                high, low = parameter._hp_mapping.hp_fragment_address, parameter._hp_mapping.lp_fragment_address
-                rounded = master.detach().narrow(0, high.start, high.numel).to(parameter.dtype)
+            for parameter in partition.held:
+                start, stop = span_of(parameter)
+                rounded = partition.master.detach()[start:stop].to(parameter.dtype)
+                # The share may hold a part of the parameter only; this says which.
+                low = parameter._hp_mapping.lp_fragment_address
                 if not torch.equal(parameter.detach().view(-1).narrow(0, low.start, low.numel), rounded):
                     yield f"{names[parameter]} on {rank} is not its fp32 master rounded"
 
     def _names(self) -> dict[nn.Parameter, str]:
-        """Parameters by the name of their layer, as the metrics have it."""
+        """Map this rank's parameters to their names under that of their layer, which the metrics use, too."""
         return {p: self._readable(name) for name, p in self._module.named_parameters()}
 
     def _readable(self, name: str) -> str:
         first, rest = name.split(".", 1)
-        return rest if first == "tied_modules" else f"{self._module.layer_names[int(first)]}.{rest}"
+        if first == "tied_modules":  # the name goes on with the key of the tied layers
+            return rest
+        return f"{self._module.layer_names[int(first)]}.{rest}"
+
+
+def _suspects(values: list[int]) -> set[int]:
+    """Return the values outside the majority; without one, all of them."""
+    most = max(values.count(value) for value in values)
+    agreed = {value for value in values if values.count(value) == most}
+    if len(agreed) > 1:  # of two copies, say, nothing tells which is right
+        return set(values)
+    return set(values) - agreed

@@ -1,4 +1,8 @@
-"""Where DeepSpeed's two ZeRO-1 optimizers keep this rank's fp32 master weights."""
+"""Where DeepSpeed's two ZeRO-1 optimizers keep this rank's fp32 master weights.
+
+ZeRO lays the parameters of a group end to end in one flat tensor and cuts that into equal shares, one a replica. A cut
+may fall into the middle of a parameter, and parameters with no element in a rank's share have no address there.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from torch import Tensor
 from megastable.engine.tensor_group import is_split
 
 Span = tuple[int, int]
-"""From the first element to the one after the last."""
+"""Indices of the first element and of the one after the last."""
 
 
 @dataclass(frozen=True)
@@ -20,52 +24,61 @@ class FlatPartition:
     """This rank's share of one parameter group.
 
     Attributes:
-        master: the flat fp32 weights.
-        parameters: of the whole group. One with a part in the share has ``_hp_mapping``: where that part lies in
-            ``master``, and in the parameter.
-        tensor_rank: of this process.
+        master: the flat fp32 weights of the share, (elements,), padding at the end included.
+        parameters: all parameters of the group, with an element in the share or not.
+        tensor_rank: the tensor rank of this process.
     """
 
     master: Tensor
     parameters: list[Any]
     tensor_rank: int
 
-    def counts_here(self, parameter: Any) -> bool:
-        """True on the one rank of each replica whose copy of a parameter stands for all."""
+    @cached_property
+    def held(self) -> list[Any]:
+        """The parameters with elements in this share; their ``_hp_mapping`` says where."""
+        return [parameter for parameter in self.parameters if parameter._hp_mapping is not None]
+
+    @cached_property
+    def counted_parameters(self) -> list[Any]:
+        """The held parameters that this rank's copy stands for in a sum over the model."""
+        return [parameter for parameter in self.held if self._counts_here(parameter)]
+
+    @cached_property
+    def counted(self) -> list[Span]:
+        """Where ``counted_parameters`` lie in ``master``, neighbours joined."""
+        return list(_joined(span_of(parameter) for parameter in self.counted_parameters))
+
+    @cached_property
+    def copies(self) -> list[Span]:
+        """Where the other held parameters lie in ``master``, neighbours joined: those that another rank counts."""
+        return list(_joined(span_of(parameter) for parameter in self.held if not self._counts_here(parameter)))
+
+    def _counts_here(self, parameter: Any) -> bool:
+        # Of a tied weight, DeepSpeed marks every copy but that of the first stage.
         if getattr(parameter, "ds_pipe_replicated", False):
             return False
         return is_split(parameter) or self.tensor_rank == 0
 
-    @cached_property
-    def counted(self) -> list[Span]:
-        """Where parameters lie that count here, neighbours joined."""
-        return list(_joined(_span(p) for p in self._held if self.counts_here(p)))
-
-    @cached_property
-    def copies(self) -> list[Span]:
-        """Where parameters lie that count on another rank, neighbours joined."""
-        return list(_joined(_span(p) for p in self._held if not self.counts_here(p)))
-
-    @property
-    def _held(self) -> list[Any]:
-        return [parameter for parameter in self.parameters if parameter._hp_mapping is not None]
-
 
 def flat_partitions(optimizer: Any, tensor_rank: int) -> list[FlatPartition]:
-    """This rank's share of every parameter group."""
+    """List this rank's share of every parameter group."""
     if hasattr(optimizer, "single_partition_of_fp32_groups"):  # DeepSpeedZeroOptimizer
-        pairs = zip(optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups, strict=True)
+        masters = optimizer.single_partition_of_fp32_groups
+        groups = optimizer.bit16_groups
     else:  # BF16_Optimizer
-        pairs = zip(optimizer.fp32_groups_flat_partition, optimizer.bf16_groups, strict=True)
-    return [FlatPartition(master, list(group), tensor_rank) for master, group in pairs]
+        masters = optimizer.fp32_groups_flat_partition
+        groups = optimizer.bf16_groups
+    return [FlatPartition(master, list(group), tensor_rank) for master, group in zip(masters, groups, strict=True)]
 
 
-def _span(parameter: Any) -> Span:
+def span_of(parameter: Any) -> Span:
+    """Say where the part of a held parameter lies in ``master``."""
     address = parameter._hp_mapping.hp_fragment_address
     return address.start, address.start + address.numel
 
 
 def _joined(spans: Iterable[Span]) -> Iterator[Span]:
+    """Join spans that touch: one norm over many neighbours is much faster than a norm for each."""
     first: int | None = None
     last = 0
     for start, stop in sorted(spans):
@@ -74,6 +87,7 @@ def _joined(spans: Iterable[Span]) -> Iterator[Span]:
             continue
         if first is not None:
             yield first, last
-        first, last = start, stop
+        first = start
+        last = stop
     if first is not None:
         yield first, last

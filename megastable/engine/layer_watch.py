@@ -1,4 +1,4 @@
-"""One look at every layer and rank during a step, gathered with two collectives."""
+"""Measures every layer and rank during a step that is watched, and gathers it with two collectives."""
 
 from __future__ import annotations
 
@@ -12,30 +12,49 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from megastable.config import RunConfig
+from megastable.core.layers import LayerKind
+from megastable.core.memory import GIB
 from megastable.core.records import Watched
-from megastable.engine.activation_statistics import ACTIVATION, ATTENTION_LOGIT, ActivationStatistics
-from megastable.engine.busy_time import BusyTime
 from megastable.engine.flat_partitions import FlatPartition
+from megastable.engine.instructions import BusyTime
+from megastable.engine.layer_statistics import (
+    ACTIVATION,
+    ATTENTION_LOGIT,
+    ELEMENTS,
+    GRADIENT,
+    UPDATE,
+    WEIGHT,
+    ZEROS,
+    ActivationStatistics,
+    UpdateStatistics,
+)
 from megastable.engine.pipeline_module import GptPipeline
-from megastable.engine.update_statistics import ELEMENTS, GRADIENT, UPDATE, WEIGHT, ZEROS, UpdateStatistics
-
-GIB = 2.0**30
 
 
 class LayerWatch:
-    """``begin`` before a step and ``finish`` after it, on every rank; between looks nothing is measured."""
+    """Measures between ``begin`` before a step and ``finish`` after it, both called on every rank.
 
-    def __init__(
-        self, engine: Any, optimizer: Any, partitions: list[FlatPartition], module: GptPipeline, run: RunConfig
-    ) -> None:
+    Args:
+        engine: DeepSpeed's engine, whose module and optimizer are measured once ``attach_hooks`` was called.
+        busy: the clock of the passes in the table of instructions.
+    """
+
+    def __init__(self, engine: Any, partitions: list[FlatPartition], busy: BusyTime, run: RunConfig) -> None:
+        module: GptPipeline = engine.module
+        self._module = module
         self._names = module.layer_names
         self._num_stages = run.megastable.pipeline.num_stages
-        self._blocks = [name.startswith("block_") for name in self._names]
+        self._blocks = [kind is LayerKind.BLOCK for kind in module.layer_kinds]
         self._format_maximum = torch.finfo(next(module.parameters()).dtype).max
-        self._updates = UpdateStatistics(module, optimizer, partitions, len(self._names), run.clip_norm)
-        self._activations = ActivationStatistics(module, len(self._names), module.first_layer, engine.device)
-        self._busy = BusyTime(engine)
+        self._updates = UpdateStatistics(module, engine.optimizer, partitions, len(self._names), run.clip_norm)
+        self._activations = ActivationStatistics(len(self._names), engine.device)
+        self._busy = busy
         self._parts = (self._updates, self._activations, self._busy)
+
+    def attach_hooks(self) -> None:
+        """Hook into the layers of the stage and into the optimizer; outside watched steps the hooks do nothing."""
+        self._updates.attach_hooks()
+        self._activations.attach_hooks(self._module, self._module.first_layer)
 
     def begin(self) -> None:
         """Measure from here on."""
@@ -44,12 +63,13 @@ class LayerWatch:
             part.enabled = True
 
     def finish(self, step_seconds: float) -> Watched:
-        """Stop measuring, and gather what all ranks saw; collective."""
+        """Stop measuring, and gather what all ranks measured; collective."""
         for part in self._parts:
             part.enabled = False
         sums, busy = self._summed()
         maxima, host_memory, device_memory, longest = self._largest(step_seconds)
         slowest_rank = max(range(len(busy)), key=busy.__getitem__)
+        # Headroom: how much of the largest number of the format is used, by the layer that uses most of it.
         shares = [max(row) / self._format_maximum for row in maxima]
         fullest = max(range(len(shares)), key=shares.__getitem__)
         return Watched(
@@ -64,8 +84,9 @@ class LayerWatch:
         )
 
     def _summed(self) -> tuple[list[list[float]], list[float]]:
-        """Per layer the columns of ``UpdateStatistics``, and each rank's busy seconds."""
+        """Sum over all ranks: per layer the columns of ``UpdateStatistics``, and the busy seconds of each rank."""
         own = self._updates.sums
+        # Each rank fills its own place, so the sum collects them, in the collective that is needed anyway.
         busy = own.new_zeros(dist.get_world_size())
         busy[dist.get_rank()] = self._busy.seconds
         together = torch.cat([own.flatten(), busy])
@@ -73,14 +94,20 @@ class LayerWatch:
         return together[: own.numel()].view_as(own).tolist(), together[own.numel() :].tolist()
 
     def _by_stage(self, busy: list[float]) -> dict[str, float]:
-        """Means over the ranks of every stage, which are neighbours, see ``core.layout``."""
+        """Average over the ranks of every stage, which are neighbours, see ``core.layout``."""
         size = len(busy) // self._num_stages
         return {f"stage_{n}": sum(busy[n * size : (n + 1) * size]) / size for n in range(self._num_stages)}
 
     def _largest(self, step_seconds: float) -> tuple[list[list[float]], float, float, float]:
-        """Per layer the columns of ``ActivationStatistics``, then bytes of host and device memory, and seconds."""
+        """Take the maximum over all ranks.
+
+        Returns:
+            Per layer the columns of ``ActivationStatistics``, host and device memory in bytes, the seconds of the step.
+        """
         own = self._activations.maxima
-        on_device = 0.0 if own.device.type == "cpu" else float(get_accelerator().max_memory_allocated())
+        on_device = 0.0
+        if own.device.type != "cpu":
+            on_device = float(get_accelerator().max_memory_allocated())
         resident = float(psutil.Process(os.getpid()).memory_info().rss)
         together = torch.cat([own.flatten(), own.new_tensor([resident, on_device, step_seconds])])
         dist.all_reduce(together, op=dist.ReduceOp.MAX)
@@ -88,16 +115,19 @@ class LayerWatch:
         return together[: own.numel()].view_as(own).tolist(), host_memory, device_memory, longest
 
     def _values(self, sums: list[float], maxima: list[float], is_block: bool) -> dict[str, float]:
+        """Name the values of one layer."""
         values = {"max_activation": maxima[ACTIVATION]}
         if is_block:
             values["max_attention_logit"] = maxima[ATTENTION_LOGIT]
+        # No elements: a layer without parameters or of tied ones, which count elsewhere, or a step that was skipped.
         if sums[ELEMENTS]:
-            weight, update = math.sqrt(sums[WEIGHT]), math.sqrt(sums[UPDATE])
+            weight = math.sqrt(sums[WEIGHT])
+            update = math.sqrt(sums[UPDATE])
             values |= {
                 "grad_norm": math.sqrt(sums[GRADIENT]),
                 "weight_norm": weight,
                 "update_norm": update,
-                "update_ratio": update / weight if weight else 0.0,
+                "update_ratio": update / weight if weight else 0.0,  # of zero weights, such as fresh biases
                 "grad_zero_share": sums[ZEROS] / sums[ELEMENTS],
             }
         return values

@@ -1,4 +1,7 @@
-"""The flat list of layers as DeepSpeed's PipelineModule, cut into stages by our own bounds."""
+"""One rank's stage of the model: the flat list of layers as DeepSpeed's PipelineModule, cut by our own bounds.
+
+Its blocks can be compiled. torch's compiler takes seconds to import, which only a compiled run should pay.
+"""
 
 from __future__ import annotations
 
@@ -19,71 +22,110 @@ from megastable.model.block import TransformerBlock
 from megastable.model.layers import Layer, gpt_layers
 from megastable.model.loss import token_mean_loss
 
+BACKEND = "inductor"
+RECOMPILE_LIMIT = 64
+"""Compiled forms that one function may have. Blocks share theirs: one for every micro-batch size, twice for evaluation.
+torch's own limit is 8, past which it runs uncompiled without a word."""
+
 
 class DrawnLayerSpec(LayerSpec):
-    """A layer that draws its weights by its global index, the same on any layout."""
+    """A layer that draws its weights by its global index, so that they are the same on any layout."""
 
     def __init__(self, layer: Layer, run: RunConfig) -> None:
         super().__init__(layer.module_class)
-        self._layer, self._run = layer, run
+        self._layer = layer
+        self._run = run
 
     def build(self, log: bool = False) -> nn.Module:
-        """Allocate the layer with its weights drawn."""
+        """Build the layer with its weights drawn; called for the layers of this rank's stage alone."""
         return self._layer.build(self._run)
 
 
 class DrawnTiedLayerSpec(TiedLayerSpec):
-    """The same for a layer whose module is shared under a key."""
+    """A ``DrawnLayerSpec`` for a layer whose module is shared under a key by several places in the list."""
 
     def __init__(self, layer: Layer, run: RunConfig) -> None:
         super().__init__(layer.tied_key, layer.module_class, forward_fn=layer.forward)
-        self._layer, self._run = layer, run
+        self._layer = layer
+        self._run = run
 
     def build(self, log: bool = False) -> nn.Module:
-        """Allocate the layer with its weights drawn."""
+        """Build the layer with its weights drawn; called for the layers of this rank's stage alone."""
         return self._layer.build(self._run)
 
 
 class GptPipeline(PipelineModule):
-    """One rank's stage of the model.
+    """The stage of the model that this rank holds, as DeepSpeed's engine takes it.
 
     Attributes:
-        parts: the stage bounds of the whole model.
-        layer_names: of the whole model, in order.
-        first_layer: index in it of this stage's first layer.
+        parts: the stage bounds of the whole model: stage ``n`` has the layers from ``parts[n]`` to ``parts[n + 1]``.
+        layer_names: the names of all layers of the model, in order.
+        layer_kinds: the kinds of the same layers.
+        first_layer: index of this stage's first layer in them.
     """
 
     def __init__(self, run: RunConfig, layout: ParallelLayout) -> None:
-        tensor = make_tensor_group(layout, dist.get_rank(), run.megastable.tensor_parallel.sequence_parallel)
         settings = run.megastable
+        tensor = make_tensor_group(layout, dist.get_rank(), settings.tensor_parallel.sequence_parallel)
+        # DeepSpeed's constructor calls ``_partition_layers``, which reads them.
         self._bounds = list(StageCut.of(settings.model, settings.pipeline, settings.tensor_parallel).bounds)
         layers = gpt_layers(run, tensor)
         specs = [DrawnTiedLayerSpec(layer, run) if layer.tied_key else DrawnLayerSpec(layer, run) for layer in layers]
-        with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):  # it prints its own tables
+        # The constructor prints its seed, the topology and the tied weights.
+        with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
             super().__init__(
                 specs,
                 topology=PipeModelDataParallelTopology(
                     num_pp=layout.num_stages, num_mp=layout.tensor_parallel_size, num_dp=layout.data_parallel_size
                 ),
                 loss_fn=token_mean_loss(
-                    run.megastable.model.vocab_size,
-                    tensor,
-                    run.megastable.training.z_loss,
-                    run.megastable.training.loss_chunk_tokens,
+                    settings.model.vocab_size, tensor, settings.training.z_loss, settings.training.loss_chunk_tokens
                 ),
                 checkpointable_layers=[TransformerBlock.__name__],
             )
+        # The process groups were made by that constructor, and its layers were built before they existed.
         if isinstance(tensor, ProcessTensorGroup):
             tensor.connect(self._grid.get_slice_parallel_group())
         mark_split_parameters(self)
         self.layer_names = [layer.name for layer in layers]
+        self.layer_kinds = [layer.kind for layer in layers]
         self.first_layer = self.parts[self._grid.get_stage_id()]
 
     def _synchronize_tied_weights(self) -> None:
-        with torch.no_grad():  # a broadcast into a parameter is no part of the graph
+        # A broadcast into a parameter would otherwise become part of the graph of its first backward pass.
+        with torch.no_grad():
             super()._synchronize_tied_weights()
 
     def _partition_layers(self, method: str = "") -> None:
+        # DeepSpeed's own methods know nothing of our bounds, and the default builds the whole model on every rank to
+        # count its parameters.
         self.parts = self._bounds
         stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+
+def compile_blocks(module: GptPipeline, run: RunConfig) -> None:
+    """Compile every block of this rank in place, on its first pass; names of parameters stay as they are."""
+    blocks = [layer for layer in module.forward_funcs if isinstance(layer, TransformerBlock)]
+    if not blocks:
+        return
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+    _make_tables(blocks[0], run)
+    for block in blocks:
+        # A form for each size: by default torch would compile one for all sizes when it meets the second.
+        block.compile(backend=BACKEND, dynamic=False)
+
+
+def _make_tables(block: TransformerBlock, run: RunConfig) -> None:
+    """Let rotary tables and attention bias be made: a first pass that makes them would be compiled for itself."""
+    model = run.megastable.model
+    weight = next(block.parameters())
+    with torch.no_grad():
+        block(weight.new_zeros(1, model.seq_length, model.hidden_size))  # (batch, seq, hidden)
+
+
+def uncompiled() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which compiled blocks run as written, so that hooks inside them are called."""
+    return torch.compiler.set_stance("force_eager")

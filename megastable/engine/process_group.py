@@ -1,16 +1,21 @@
-"""Connecting the processes of a run, and leaving again."""
+"""The processes of a run: connecting them, leaving again, and what a rank reports when it cannot go on."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
+import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import deepspeed
 import psutil
@@ -22,15 +27,18 @@ from torch._C._distributed_c10d import Store, TCPStore
 from megastable.core.errors import UserError
 from megastable.core.host import threads_per_process
 from megastable.core.launch import Launch
+from megastable.core.layout import ParallelLayout
 from megastable.engine.host_memory import keep_freed_memory
 
 CONNECT_TIMEOUT = timedelta(minutes=10)
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+EXIT_CODE_FAILURE = 1
+PEER_DEATH_SHOWS_WITHIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A process of this run, for telling which one is gone."""
+    """A process of this run, so that a report can name the one that has died."""
 
     rank: int
     host: str
@@ -39,21 +47,20 @@ class Peer:
 
 @contextlib.contextmanager
 def connected(launch: Launch) -> Iterator[list[Peer]]:
-    """Join the process group of the run; yields all its processes. gloo on CPU, NCCL on NVIDIA GPUs.
+    """Join the process group of the run, and yield all its processes. gloo connects CPUs, NCCL NVIDIA GPUs.
 
     Raises:
-        UserError: fewer GPUs on this node than processes.
+        UserError: this node has fewer GPUs than processes.
     """
     _prepare_device(launch)
     store = _rendezvous(launch)
     # DeepSpeed compiles this extension for its inference all-reduce wherever it connects: a minute on a cold machine,
-    # in a folder that two launches race for. Training has no use for it.
+    # in a folder that two launches race for. Training does not use it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "gloo" if get_accelerator().device_name() == "cpu" else get_accelerator().communication_backend_name()
-    # Sub-groups do not inherit the timeout of the world group; they read these defaults.
-    c10d = torch.distributed.distributed_c10d
-    for default in ("default_pg_timeout", "default_pg_nccl_timeout"):
-        setattr(c10d, default, COLLECTIVE_TIMEOUT)
+    set_default_timeout(COLLECTIVE_TIMEOUT)
+    # The group is made here and not by DeepSpeed, which would meet at the launcher's default port, where two runs on
+    # one machine collide, and would ask for oneCCL where its bindings can be imported.
     torch.distributed.init_process_group(
         backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=COLLECTIVE_TIMEOUT
     )
@@ -69,6 +76,17 @@ def connected(launch: Launch) -> Iterator[list[Peer]]:
     torch.distributed.destroy_process_group()
 
 
+def set_default_timeout(timeout: timedelta) -> None:
+    """Set the time that collectives wait in groups made from here on, in this process.
+
+    Groups of some of the ranks do not inherit the timeout of the world group. Nobody hands them one, since DeepSpeed
+    makes them; they read torch's defaults, which are 30 minutes, and 10 under NCCL.
+    """
+    c10d = torch.distributed.distributed_c10d
+    for default in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(c10d, default, timeout)
+
+
 def check_equal_on_all_ranks(value: str, what: str) -> None:
     """Check that every rank has the same ``value``; collective.
 
@@ -82,25 +100,16 @@ def check_equal_on_all_ranks(value: str, what: str) -> None:
         raise UserError(f"{what} is not the same on all ranks: {different} differ from rank 0")
 
 
-def missing_peers(peers: list[Peer]) -> list[Peer]:
-    """Processes of this machine that are gone."""
-    return [peer for peer in peers if peer.host == socket.gethostname() and not _is_running(peer.process_id)]
-
-
-def _is_running(process_id: int) -> bool:
-    try:
-        return psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def _prepare_device(launch: Launch) -> None:
-    # DeepSpeed reads these by itself wherever it needs them.
+    """Tell DeepSpeed which process this is, and give it its GPU, or on a CPU its memory and threads."""
+    # DeepSpeed reads these variables in many places. Under SLURM, or alone, nobody else has set them.
     os.environ["LOCAL_RANK"] = str(launch.local_rank)
-    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(launch.rank), str(launch.world_size)
+    os.environ["RANK"] = str(launch.rank)
+    os.environ["WORLD_SIZE"] = str(launch.world_size)
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         keep_freed_memory()
+        # torch would take all cores for every process, and the processes of a node would fight for them.
         torch.set_num_threads(threads_per_process(launch.local_world_size, os.environ))
         return
     if accelerator.device_count() == 1 and "SLURM_PROCID" in os.environ:
@@ -114,7 +123,7 @@ def _prepare_device(launch: Launch) -> None:
 
 
 def _rendezvous(launch: Launch) -> Store:
-    """The store through which the processes find each other."""
+    """Return the store through which the processes find each other."""
     if launch.port_is_default and launch.single_node:
         return _local_rendezvous(launch)
     # Under torchrun its agent holds the store already.
@@ -129,12 +138,14 @@ def _local_rendezvous(launch: Launch) -> Store:
     if launch.world_size == 1:
         return TCPStore("127.0.0.1", 0, 1, is_master=True)
     parent = psutil.Process(os.getppid())
+    # Process ids are used again; with the time at which it was created the parent's is unique.
     name = f"megastable-{os.getuid()}-{parent.pid}-{parent.create_time():.2f}.port"
     port_file = Path(tempfile.gettempdir()) / name
     if launch.rank == 0:
         store = TCPStore(
             "127.0.0.1", 0, launch.world_size, is_master=True, wait_for_workers=False, timeout=CONNECT_TIMEOUT
         )
+        # Renamed into place, so that nobody reads half a number.
         written = port_file.with_suffix(".tmp")
         written.write_text(str(store.port))
         os.replace(written, port_file)
@@ -153,6 +164,90 @@ def _local_rendezvous(launch: Launch) -> Store:
 
 
 def _introduce(launch: Launch) -> list[Peer]:
+    """Gather who is who, as long as all are there to say it; collective."""
     peers: list[Peer | None] = [None] * launch.world_size
     torch.distributed.all_gather_object(peers, Peer(launch.rank, socket.gethostname(), os.getpid()))
     return [peer for peer in peers if peer is not None]
+
+
+# Failures
+
+
+@contextlib.contextmanager
+def reporting_failures(rank: int, layout: ParallelLayout, peers: list[Peer]) -> Iterator[None]:
+    """Turn an error, or a launcher's SIGTERM after a peer has died, into a message and an end of this process.
+
+    A user's mistake passes through: all ranks meet it together.
+    """
+    _report_at_sigterm(rank, layout, peers)
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        _end(_failure(error, rank, layout, peers))
+
+
+def _report_at_sigterm(rank: int, layout: ParallelLayout, peers: list[Peer]) -> None:
+    """Name a peer that has died when a launcher ends this rank for it, perhaps before any collective has failed here.
+
+    A thread waits for the signal, since the main thread may hang in a collective, where Python handlers do not run.
+    """
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+
+    def wait_for_signal() -> None:
+        while os.read(read_end, 1)[0] != signal.SIGTERM:
+            pass
+        gone = _missing(peers)
+        if gone:
+            _end(_loss(gone, rank, layout))
+        _end(f"[megastable] {layout.describe(rank)} was told to stop")
+
+    # Python writes the number of a signal into the pipe only where it has a handler for it.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    threading.Thread(target=wait_for_signal, daemon=True).start()
+
+
+def _failure(error: Exception, rank: int, layout: ParallelLayout, peers: list[Peer]) -> str:
+    """Describe the error; where a peer has died, that is reported, and the broken connection here is only its echo."""
+    deadline = time.monotonic() + PEER_DEATH_SHOWS_WITHIN_SECONDS
+    while time.monotonic() < deadline:
+        gone = _missing(peers)
+        if gone:
+            return _loss(gone, rank, layout)
+        if not isinstance(error, torch.distributed.DistError):
+            break  # an error of this rank's own
+        time.sleep(0.02)
+    trace = "".join(traceback.format_exception(error))
+    what = "failed"
+    if isinstance(error, torch.distributed.DistError):
+        what = "lost its peers, perhaps on another node"
+    return f"{trace}[megastable] {layout.describe(rank)} {what}: {type(error).__name__}: {error}"
+
+
+def _loss(gone: list[Peer], rank: int, layout: ParallelLayout) -> str:
+    names = ", ".join(f"{layout.describe(peer.rank)}, process {peer.process_id} on {peer.host}" for peer in gone)
+    return f"[megastable] {names} is gone; {layout.describe(rank)} stops"
+
+
+def _missing(peers: list[Peer]) -> list[Peer]:
+    """List the processes of this machine that have ended; those of other machines cannot be seen from here."""
+    return [peer for peer in peers if peer.host == socket.gethostname() and not _is_running(peer.process_id)]
+
+
+def _is_running(process_id: int) -> bool:
+    try:
+        # A process that nobody has waited for yet is still listed.
+        return psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _end(message: str) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.write(message + "\n")
+    sys.stderr.flush()
+    # An ordinary exit would wait for communication threads whose peers do not answer any more.
+    os._exit(EXIT_CODE_FAILURE)

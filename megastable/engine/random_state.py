@@ -15,10 +15,10 @@ from megastable.engine.tensor_group import SPLIT_STREAM
 
 
 def seed_rank(seed: int, stage: int, replica: int, tensor: int) -> None:
-    """Give every (stage, replica) dropout masks of its own, and every tensor rank a second stream for what is split.
+    """Give every pair of stage and replica its own dropout masks, and each tensor rank a second stream.
 
-    Tensor ranks share the first stream: they drop the same where they hold the same. Weights are drawn from streams of
-    their own.
+    The second one is for what is split over tensor ranks. They share the first one, and so drop the same elements where
+    they hold the same. Weights are drawn from neither; every layer has a seed.
     """
     split = get_cuda_rng_tracker()
     split.reset()
@@ -31,11 +31,13 @@ def seed_rank(seed: int, stage: int, replica: int, tensor: int) -> None:
 
 
 def _combined_seed(*parts: int) -> int:
+    """Mix the parts so that neighbouring stages, replicas and seeds have unrelated streams."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint32)[0])
 
 
 def save_random_state(folder: Path, rank: int) -> None:
     """Write this rank's generators into the checkpoint ``folder``."""
+    # As lists and tensors, which can be read again with weights_only, that is without running code from the file.
     version, words, gauss = random.getstate()
     name, keys, *rest = np.random.get_state(legacy=True)
     state = {
@@ -49,7 +51,7 @@ def save_random_state(folder: Path, rank: int) -> None:
 
 
 def load_random_state(folder: Path, rank: int) -> None:
-    """Set this rank's generators to what ``save_random_state`` wrote."""
+    """Set this rank's generators to the state that ``save_random_state`` wrote."""
     state: dict[str, Any] = torch.load(_path(folder, rank), weights_only=True)
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))

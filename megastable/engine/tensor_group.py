@@ -1,4 +1,4 @@
-"""The tensor ranks of this process: the collectives that the model is handed, and how its parameters are marked."""
+"""The tensor ranks around this process: the collectives that the model is handed, and how its parameters are marked."""
 
 from __future__ import annotations
 
@@ -12,21 +12,26 @@ from torch import Tensor, nn
 
 from megastable.core.layout import ParallelLayout
 from megastable.model.attention import SelfAttention
-from megastable.model.ends import VocabularyEmbedding
-from megastable.model.tensor_parallel import ColumnParallelLinear, OneProcess, RowParallelLinear, TensorGroup, Work
+from megastable.model.tensor_parallel import OneProcess, SplitLayer, TensorGroup, Work
 
 SPLIT_STREAM = "tensor-parallel"
+"""Name, in DeepSpeed's tracker, of the random stream that differs between tensor ranks."""
 
 
 class ProcessTensorGroup:
-    """The collectives of one tensor group. Layers are built before the group exists; it is set with ``connect``."""
+    """Carries out the collectives of one tensor group.
+
+    Layers are built with it before its process group exists, which is set with ``connect``.
+    """
 
     def __init__(self, size: int, rank: int, sequence_parallel: bool) -> None:
-        self.size, self.rank, self.sequence_parallel = size, rank, sequence_parallel
+        self.size = size
+        self.rank = rank
+        self.sequence_parallel = sequence_parallel
         self._group: dist.ProcessGroup | None = None
 
     def connect(self, group: dist.ProcessGroup) -> None:
-        """Say which processes they are."""
+        """Set the process group of the tensor ranks."""
         self._group = group
 
     def start_all_reduce(self, x: Tensor) -> Work:
@@ -34,7 +39,7 @@ class ProcessTensorGroup:
         return _started(dist.all_reduce(x, group=self._group, async_op=True))
 
     def all_reduce_max(self, x: Tensor) -> None:
-        """Elementwise maximum over the ranks, in place."""
+        """Replace ``x`` by its elementwise maximum over the ranks."""
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self._group)
 
     def start_gather(self, x: Tensor) -> tuple[Tensor, Work]:
@@ -53,49 +58,50 @@ class ProcessTensorGroup:
         return get_cuda_rng_tracker().fork(SPLIT_STREAM)
 
     def recomputed(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """DeepSpeed's recomputation, as of whole blocks: it plays the split stream back, too."""
+        """Compute ``function(x)`` and compute it again in the backward pass instead of keeping its activations.
+
+        This is DeepSpeed's recomputation, as for whole blocks: torch's own would not play the split stream back.
+        """
         result: Tensor = non_reentrant_checkpoint(function, x)
         return result
 
 
 def make_tensor_group(layout: ParallelLayout, rank: int, sequence_parallel: bool) -> TensorGroup:
-    """The tensor group of ``rank``; no collective where it has one process."""
+    """Make the tensor group of ``rank``; one of a single process needs no collectives."""
     if layout.tensor_parallel_size == 1:
         return OneProcess()
+    # Tensor ranks are neighbours, see ``core.layout``.
     return ProcessTensorGroup(layout.tensor_parallel_size, rank % layout.tensor_parallel_size, sequence_parallel)
 
 
 def mark_split_parameters(module: nn.Module) -> None:
-    """Mark what each tensor rank holds a part of, which is how DeepSpeed counts a norm right.
+    """Mark the parameters of which each tensor rank holds a part.
 
-    Without the mark only tensor rank 0's part would count.
+    A norm counts an unmarked parameter on tensor rank 0 alone, here and in DeepSpeed.
     """
     for child in module.modules():
-        if isinstance(child, ColumnParallelLinear | RowParallelLinear | VocabularyEmbedding):
-            _mark(child.weight)
-        if isinstance(child, ColumnParallelLinear) and child.bias is not None:
-            _mark(child.bias)
-
-
-def _mark(parameter: nn.Parameter) -> None:
-    parameter.model_parallel = True  # type: ignore[attr-defined]  # DeepSpeed's own mark
+        if isinstance(child, SplitLayer):
+            for parameter in child.split_parameters():
+                parameter.model_parallel = True  # type: ignore[attr-defined]  # DeepSpeed's own mark
 
 
 def whole_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of which every tensor rank has a copy: norms, positions, the biases of row-parallel layers."""
+    """List the parameters of which every tensor rank has a copy: norms, positions, biases of row-parallel layers."""
     return [parameter for parameter in module.parameters() if not is_split(parameter)]
 
 
 def is_split(parameter: nn.Parameter) -> bool:
-    """True where each tensor rank holds a part of the parameter."""
+    """Tell whether each tensor rank holds a part of the parameter."""
     return bool(getattr(parameter, "model_parallel", False))
 
 
-def partial_parameters(module: nn.Module, sequence_parallel: bool) -> list[nn.Parameter]:
-    """The whole parameters whose gradient on a tensor rank is only a part of it.
+def partial_parameters(module: nn.Module, size: int, sequence_parallel: bool) -> list[nn.Parameter]:
+    """List the whole parameters whose gradient on a tensor rank is only a part of it, to be summed over the ranks.
 
     The norms of queries and keys see the rank's heads; under sequence parallelism every whole parameter sees its slice.
     """
+    if size == 1:
+        return []
     if sequence_parallel:
         return whole_parameters(module)
     attentions = [child for child in module.modules() if isinstance(child, SelfAttention)]

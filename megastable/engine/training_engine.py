@@ -1,38 +1,61 @@
-"""One rank's engine: builds DeepSpeed's pipeline engine for a run, and runs steps and evaluations on it."""
+"""Builds DeepSpeed's pipeline engine for one rank of a run, and runs the ramp, the steps and the evaluations on it."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
-from deepspeed.utils import logger as deepspeed_logger
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 
 from megastable.config import RunConfig
-from megastable.core.batch_rampup import BatchRampup
+from megastable.core.batch_rampup import Batch, BatchRampup
 from megastable.core.layout import ParallelLayout
 from megastable.core.memory import reduce_bucket_elements
 from megastable.core.records import StepResult
 from megastable.data import MicroBatch
-from megastable.engine import tensor_gradients, upstream_fixes
-from megastable.engine.compiled_blocks import compile_blocks, uncompiled
 from megastable.engine.consistency import ConsistencyCheck
 from megastable.engine.deepspeed_config import deepspeed_config
 from megastable.engine.flat_partitions import flat_partitions
+from megastable.engine.instructions import BusyTime, has_several_replicas, install_instructions, instruction_table
+from megastable.engine.layer_statistics import WeightKind, weight_kinds
 from megastable.engine.layer_watch import LayerWatch
-from megastable.engine.optimizer import build_optimizer
-from megastable.engine.pipeline_instructions import move_activations_once
-from megastable.engine.pipeline_module import GptPipeline
-from megastable.engine.rampup_hook import BatchRampupHook
+from megastable.engine.optimizer import ConfiguredOptimizer, build_optimizer, skip_at_minimum_scale
+from megastable.engine.pipeline_module import GptPipeline, compile_blocks, uncompiled
 from megastable.engine.random_state import seed_rank
 from megastable.engine.tensor_group import partial_parameters
-from megastable.engine.weight_report import WeightKind, weight_kinds
 from megastable.engine.weight_update import WeightUpdate
+
+
+class BatchRampupHook:
+    """Applies the batch of a step, which the ramp computes from the consumed samples, to the engine when it changed.
+
+    Every rank calls it with the same number, so the schedules of all stages change between the same two steps.
+    """
+
+    def __init__(self, engine: PipelineEngine, ramp: BatchRampup) -> None:
+        self._engine = engine
+        self._ramp = ramp
+
+    def before_step(self, consumed_samples: int) -> Batch:
+        """Return the batch of the step that starts at ``consumed_samples``, applied to the engine."""
+        batch = self._ramp.at(consumed_samples)
+        self.apply(batch)
+        return batch
+
+    def apply(self, batch: Batch) -> None:
+        """Make ``batch`` that of the next steps, whatever the ramp says."""
+        engine = self._engine
+        if batch.micro_batch_size != engine.train_micro_batch_size_per_gpu():
+            engine.set_train_micro_batch_size(batch.micro_batch_size)
+            # DeepSpeed changes its configuration only; the buffers that it receives into keep the old shape.
+            engine.reset_activation_shape()
+        # After the micro-batch size, by which DeepSpeed divides to count the micro-batches.
+        if batch.global_batch_size != engine.train_batch_size():
+            engine.set_train_batch_size(batch.global_batch_size)
 
 
 class TrainingEngine:
@@ -40,12 +63,15 @@ class TrainingEngine:
 
     Attributes:
         deepspeed: DeepSpeed's own engine.
-        writers: DeepSpeed's TensorBoard, W&B, Comet and CSV writers, silent unless told to write.
-        stage, replica: where this rank stands.
+        configured_optimizer: the optimizer's settings of the run file, to be put back after a load.
+        rampup_hook: sets the batch of a step.
+        writers: DeepSpeed's TensorBoard, W&B, Comet and CSV writers, which write only what they are called with.
+        stage: the pipeline stage of this rank.
+        replica: its index among the data-parallel ranks.
     """
 
     def __init__(self, run: RunConfig, layout: ParallelLayout, ramp: BatchRampup, run_dir: Path) -> None:
-        deepspeed_logger.setLevel(logging.WARNING)
+        self._run = run
         module = GptPipeline(run, layout)
         engine, optimizer, _, _ = deepspeed.initialize(
             model=module,
@@ -53,57 +79,65 @@ class TrainingEngine:
             config=deepspeed_config(run, ramp.at(0), run_dir, _bucket_size(module, run, layout)),
             dist_init_required=False,
         )
-        partitions = flat_partitions(optimizer, engine.grid.get_tensor_model_parallel_rank())
-        WeightUpdate(engine, optimizer, partitions)
-        move_activations_once(engine)
-        upstream_fixes.skip_at_minimum_scale(optimizer)
-        upstream_fixes.reduce_tied_gradients_where_they_are(engine)
-        if layout.tensor_parallel_size > 1:
-            partial = partial_parameters(module, run.megastable.tensor_parallel.sequence_parallel)
-            tensor_gradients.sum_partial_gradients(engine, partial)
-        if run.megastable.model.compile:
-            compile_blocks(module, run)
         self.deepspeed = engine
-        self.configured_optimizer = upstream_fixes.ConfiguredOptimizer(optimizer)
-        self.rampup_hook = BatchRampupHook(engine, ramp)
-        # DeepSpeed writes some values of its own, under other names and at every evaluated batch; we write them all.
-        self.writers, engine.monitor = engine.monitor, SilentMonitor()
         self.stage: int = engine.grid.get_stage_id()
         self.replica: int = engine.grid.get_data_parallel_id()
-        self._scaled, self._compiled = run.fp16.enabled, run.megastable.model.compile
-        self._watch = LayerWatch(engine, optimizer, partitions, module, run)
+        tensor_rank: int = engine.grid.get_tensor_model_parallel_rank()
+
+        # What a step executes.
+        partitions = flat_partitions(optimizer, tensor_rank)
+        tensor = run.megastable.tensor_parallel
+        partial = partial_parameters(module, tensor.size, tensor.sequence_parallel)
+        busy = BusyTime()
+        install_instructions(engine, instruction_table(partial, busy))
+        WeightUpdate(optimizer, partitions, reduced=has_several_replicas(engine)).replace_step()
+        skip_at_minimum_scale(optimizer)
+        if run.megastable.model.compile:
+            compile_blocks(module, run)
+
+        # What is measured and written.
+        self._watch = LayerWatch(engine, partitions, busy, run)
+        self._watch.attach_hooks()
         self._consistency = ConsistencyCheck(engine, partitions, layout)
-        self._run = run
-        seed_rank(run.megastable.training.seed, self.stage, self.replica, engine.grid.get_tensor_model_parallel_rank())
+        # DeepSpeed writes some values of its own, under other names and at every evaluated batch; we write them all.
+        self.writers = engine.monitor
+        engine.monitor = SilentMonitor()
+
+        # What changes during a run.
+        self.configured_optimizer = ConfiguredOptimizer(optimizer)
+        self.rampup_hook = BatchRampupHook(engine, ramp)
+        seed_rank(run.megastable.training.seed, self.stage, self.replica, tensor_rank)
 
     @property
     def needs_data(self) -> bool:
-        """True on the ranks that read micro-batches: those of the first and the last stage."""
+        """True on the ranks that read micro-batches: the first stage needs the tokens, the last one the labels."""
         return bool(self.deepspeed.is_first_stage() or self.deepspeed.is_last_stage())
 
     def train_batch(
         self, micro_batches: Iterator[MicroBatch] | None, learning_rate: float, watch: bool = False
     ) -> StepResult:
-        """One optimizer step on the batch that the ramp-up hook applied.
+        """Run one optimizer step on the batch that the ramp-up hook applied.
 
         Args:
             micro_batches: exactly ``num_microbatches`` items on ranks that need data, None elsewhere.
-            learning_rate: of this step.
-            watch: look at every layer and rank during the step, see ``StepResult.watched``.
+            learning_rate: the learning rate of this step.
+            watch: measure every layer and rank during the step, see ``StepResult.watched``.
         """
         engine = self.deepspeed
         for group in engine.optimizer.param_groups:
             group["lr"] = learning_rate
-        loss_scale = float(engine.optimizer.loss_scale) if self._scaled else 1.0
+        # Read before the step, which may change it: this is the scale of the step's own gradients.
+        loss_scale = float(engine.optimizer.loss_scale) if self._run.fp16.enabled else 1.0
         if watch:
             self._watch.begin()
         get_accelerator().synchronize()
         started = time.perf_counter()
-        with uncompiled() if watch and self._compiled else contextlib.nullcontext():
+        with uncompiled() if watch and self._run.megastable.model.compile else contextlib.nullcontext():
             loss = engine.train_batch(micro_batches)
         get_accelerator().synchronize()
         step_seconds = time.perf_counter() - started
-        engine.timers(TRAIN_BATCH_TIMER).reset()  # it keeps every step's record otherwise
+        # DeepSpeed clears it where it prints, and it is never asked to; the record would grow with every step.
+        engine.timers(TRAIN_BATCH_TIMER).reset()
         return StepResult(
             loss=float(loss),
             grad_norm=float(engine.get_global_grad_norm()),
@@ -114,16 +148,19 @@ class TrainingEngine:
         )
 
     def weight_kinds(self) -> list[WeightKind]:
-        """The std of every kind of weight as it is now, beside the formula that fresh ones are drawn by."""
+        """Measure the std of every kind of weight as it is now, beside the formula that fresh ones are drawn by."""
         return weight_kinds(self.deepspeed.module, self._run)
 
     def check_consistency(self) -> tuple[list[str], float]:
-        """Compare what should be equal on several ranks: what differs, see ``ConsistencyCheck``, and the seconds."""
+        """Compare what should be equal on several ranks; return what differs and the seconds that it took."""
         started = time.perf_counter()
-        return self._consistency.differences(), time.perf_counter() - started
+        differences = self._consistency.differences()
+        return differences, time.perf_counter() - started
 
     def evaluate(self, micro_batches: Iterator[MicroBatch] | None, num_micro_batches: int) -> float:
-        """Token mean of the loss over the micro-batches of all replicas, without dropout; training is left as it was.
+        """Return the token mean of the loss over the micro-batches of all replicas, without dropout.
+
+        Training goes on as if it had not been called.
 
         Args:
             micro_batches: ``num_micro_batches`` items of the current micro-batch size on ranks that need data.
@@ -132,7 +169,8 @@ class TrainingEngine:
 
 
 def _bucket_size(module: GptPipeline, run: RunConfig, layout: ParallelLayout) -> int:
-    """Elements of ZeRO's gradient buffer; one replica does not reduce, but DeepSpeed allocates it all the same."""
+    """Return the size, in elements, of the buffer in which ZeRO gathers gradients to reduce them."""
+    # One replica does not reduce, see ``instructions.reduce_gradients``.
     if layout.data_parallel_size == 1:
         return 1
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
@@ -140,6 +178,6 @@ def _bucket_size(module: GptPipeline, run: RunConfig, layout: ParallelLayout) ->
 
 
 class SilentMonitor:
-    """Takes the place of DeepSpeed's monitor inside its engine, which asks only whether it is enabled."""
+    """Replaces the monitor inside DeepSpeed's engine, which writes to it only where it is enabled."""
 
     enabled = False

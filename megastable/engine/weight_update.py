@@ -1,9 +1,9 @@
 """One optimizer step on the state of DeepSpeed's ZeRO-1 optimizers, with no more passes over it than it needs.
 
-DeepSpeed's own ``step`` looks for bad values, copies gradients to fp64 for their norm, flattens them, widens them and
-scales them, in a pass each, and asks the other ranks seven times; on one replica its reduction copies every gradient
-into a bucket and reduces nothing. Here gradients are widened into place, one norm serves clipping and the search for
-bad values, and the ranks are asked once. Checkpoints stay DeepSpeed's: all that is kept between steps is theirs.
+DeepSpeed's own ``step`` searches for bad values, copies the gradients to fp64 for their norm, flattens them, widens
+them and scales them, in a pass each, and communicates seven times. Here the gradients are widened into place, one norm
+serves both clipping and the search for bad values, and there is one sum over all ranks. All that is kept between steps
+is still DeepSpeed's, so its checkpoints stay as they are.
 """
 
 from __future__ import annotations
@@ -13,130 +13,168 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from megastable.core.clipping import clip_coefficient
 from megastable.engine.flat_partitions import FlatPartition
 
 NORM_CHUNK = 1024
-"""Elements that are summed in fp32, before fp64 takes over."""
+"""Elements whose squares are summed in fp32 before fp64 takes over.
+
+A sum of n squares in fp32 may be off by n roundings of 2^-24 each: by 6e-5 of itself for 1024 in the worst case, and by
+far less in practice. Over a whole partition of 10^8 elements there is no such bound, and fp64 throughout is much
+slower.
+"""
 
 
 class Gradients(Protocol):
-    """Where an optimizer keeps the sums of a step's gradients."""
+    """The place where an optimizer keeps the sums of a step's gradients."""
 
     def collect(self) -> list[Tensor]:
-        """This rank's share of every parameter group, reduced over the replicas, flat in fp32 and still scaled."""
+        """Return this rank's share of every parameter group: flat, in fp32, reduced over the replicas, still scaled."""
         ...
 
     def clear(self) -> None:
-        """Make place for the next step's."""
+        """Make room for the gradients of the next step."""
         ...
 
 
 class SeparateGradients:
-    """``DeepSpeedZeroOptimizer``: each parameter has its own, in the format of the sums."""
+    """The gradients of a ``DeepSpeedZeroOptimizer``: a tensor for each parameter, in the format of the accumulation.
+
+    Args:
+        reduced: whether the replicas have averaged them. DeepSpeed then leaves this rank's share in
+            ``averaged_gradients``, cut at the borders of the share; otherwise each parameter still has its own.
+    """
 
     def __init__(self, optimizer: Any, reduced: bool) -> None:
-        self._optimizer, self._reduced = optimizer, reduced
+        self._optimizer = optimizer
+        self._reduced = reduced
 
     def collect(self) -> list[Tensor]:
-        """Widen each group into one flat tensor, and let go of what it was made of."""
-        return [self._widened(number) for number in range(len(self._optimizer.bit16_groups))]
+        """Widen each group into one flat tensor, and free what it was made of."""
+        return [self._widened(group) for group in range(len(self._optimizer.bit16_groups))]
 
     def _widened(self, group: int) -> Tensor:
         optimizer = self._optimizer
-        flat = torch.empty_like(optimizer.single_partition_of_fp32_groups[group])
-        gradients: list[Tensor] = optimizer.averaged_gradients[group] if self._reduced else self._gradients_of(group)
+        flat = torch.empty_like(optimizer.single_partition_of_fp32_groups[group])  # (elements of the share,)
+        gradients = self._gradients_of(group)
         sizes = [gradient.numel() for gradient in gradients]
+        # Shares are padded to equal length over the replicas. The padding has to be zero: it enters no norm, but Adam
+        # updates it, and what stood in the memory before may not be finite.
         *places, padding = flat.split([*sizes, flat.numel() - sum(sizes)])
         torch._foreach_copy_(places, [gradient.flatten() for gradient in gradients])
         padding.zero_()
+        # Freed group by group, so that the 16-bit and the fp32 gradients of the whole model never exist together.
         optimizer.averaged_gradients[group] = None
         for parameter in optimizer.bit16_groups[group]:
             parameter.grad = parameter.grad_accum = None
         return flat
 
     def _gradients_of(self, group: int) -> list[Tensor]:
-        """A parameter that took no part has a gradient of zero."""
-        parameters = self._optimizer.params_in_partition[group]
-        found = [(parameter, self._optimizer.get_param_gradient_attribute(parameter)) for parameter in parameters]
-        return [torch.zeros_like(parameter) if gradient is None else gradient for parameter, gradient in found]
+        """List the gradients in this rank's share; a parameter that took no part has one of zeros."""
+        if self._reduced:
+            return list(self._optimizer.averaged_gradients[group])
+        gradients = []
+        for parameter in self._optimizer.params_in_partition[group]:
+            gradient = self._optimizer.get_param_gradient_attribute(parameter)
+            gradients.append(torch.zeros_like(parameter) if gradient is None else gradient)
+        return gradients
 
     def clear(self) -> None:
-        """``collect`` did."""
+        """Do nothing: ``collect`` has freed them."""
 
 
 class FlatSums:
-    """``BF16_Optimizer``: one flat fp32 tensor a group, to which every backward pass adds."""
+    """The gradients of a ``BF16_Optimizer``: one flat fp32 tensor a group, to which every backward pass adds."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
 
     def collect(self) -> list[Tensor]:
-        """They are where they are needed."""
+        """Return the tensors themselves, which have the right form already."""
         return list(self._optimizer.fp32_groups_gradient_flat_partition)
 
     def clear(self) -> None:
-        """Start from zero."""
+        """Set the sums to zero, and free the 16-bit gradients that they were made of."""
         self._optimizer.clear_hp_grads()
         self._optimizer.clear_lp_grads(set_to_none=True)
 
 
 class WeightUpdate:
-    """Takes the place of ``optimizer.step``, and of the reduction of gradients where there is but one replica."""
+    """The update of the weights that replaces DeepSpeed's ``optimizer.step``.
 
-    def __init__(self, engine: PipelineEngine, optimizer: Any, partitions: list[FlatPartition]) -> None:
-        self._optimizer, self._partitions = optimizer, partitions
-        several_replicas = engine.dp_world_size > 1
-        flat = hasattr(optimizer, "fp32_groups_gradients_flat")
-        self._gradients: Gradients = FlatSums(optimizer) if flat else SeparateGradients(optimizer, several_replicas)
-        optimizer.step = self.step
-        if not several_replicas:
-            engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, schedule.ReduceGrads: lambda engine: None}
+    Args:
+        optimizer: DeepSpeed's ZeRO-1 optimizer, around one of torch's.
+        partitions: where its master weights lie on this rank.
+        reduced: whether gradients have been reduced over several replicas before a step.
+    """
+
+    def __init__(self, optimizer: Any, partitions: list[FlatPartition], reduced: bool) -> None:
+        self._optimizer = optimizer
+        self._partitions = partitions
+        self._gradients: Gradients = SeparateGradients(optimizer, reduced)
+        if hasattr(optimizer, "fp32_groups_gradients_flat"):  # BF16_Optimizer
+            self._gradients = FlatSums(optimizer)
+
+    def replace_step(self) -> None:
+        """Make DeepSpeed's engine, which calls ``optimizer.step``, call ``step`` below."""
+        self._optimizer.step = self.step
 
     @torch.no_grad()
     def step(self) -> None:
         """Clip and apply the gradients, or skip them on all ranks where one of them is not finite; collective."""
-        optimizer, gradients = self._optimizer, self._gradients.collect()
-        scale = float(getattr(optimizer, "loss_scale", 1.0))
+        optimizer = self._optimizer
+        gradients = self._gradients.collect()
+        scale = float(getattr(optimizer, "loss_scale", 1.0))  # BF16_Optimizer has none
         squares, all_finite = self._sum_of_squares(gradients)
         norm = math.sqrt(squares) / scale if all_finite else math.inf
-        optimizer._global_grad_norm, optimizer.overflow = norm, not all_finite
+        # The engine reads both after this call: the norm for its users, the other to count skipped steps.
+        optimizer._global_grad_norm = norm
+        optimizer.overflow = not all_finite
         if all_finite:
+            # Unscaling and clipping are one factor, so they cost one pass together, and none where it is 1.
             self._apply(gradients, clip_coefficient(norm, optimizer.clip_grad) / scale)
         self._gradients.clear()
         if hasattr(optimizer, "loss_scaler"):
-            # Only now: these gradients were made with the scale as it was.
+            # Only now: these gradients were made with the scale as it was. DeepSpeed updates it before it unscales, so
+            # that a step at which the scale doubles applies half of its gradient.
             optimizer._update_scale(not all_finite)
 
     def _sum_of_squares(self, gradients: list[Tensor]) -> tuple[float, bool]:
-        """Over the model, each parameter once; and whether every copy of every parameter is finite."""
-        counted, copies = [], []
+        """Return the sum over the model, each parameter counted once, and whether every copy of every one is finite.
+
+        Tied copies and whole parameters on tensor ranks are counted on one rank only, but a bad value may be in any
+        copy. Their squares travel as a second number, of which only finiteness is of interest.
+        """
+        counted: list[Tensor] = []
+        copies: list[Tensor] = []
         for partition, flat in zip(self._partitions, gradients, strict=True):
             counted += [_squares(flat[start:stop]) for start, stop in partition.counted]
             copies += [_squares(flat[start:stop]) for start, stop in partition.copies]
+        # A rank may have nothing of a kind, and an empty list cannot be stacked.
         zero = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
-        sums = torch.stack([torch.stack([zero, *counted]).sum(), torch.stack([zero, *copies]).sum()])
+        sums = torch.stack([torch.stack([zero, *counted]).sum(), torch.stack([zero, *copies]).sum()])  # (2,)
+        # inf and nan survive a sum, so every rank comes to the same decision.
         dist.all_reduce(sums)
         squares, of_copies = sums.tolist()
         return squares, math.isfinite(squares) and math.isfinite(of_copies)
 
     def _apply(self, gradients: list[Tensor], factor: float) -> None:
+        """Update the masters with the gradients times ``factor``, then the 16-bit weights on all replicas."""
         for partition, flat in zip(self._partitions, gradients, strict=True):
             partition.master.grad = flat if factor == 1.0 else flat.mul_(factor)
         self._optimizer.optimizer.step()
         for partition in self._partitions:
             partition.master.grad = None
+        # After the first step DeepSpeed links every parameter to its moments, which its checkpoints go by.
         self._optimizer._lazy_init_hp_params_optimizer_state()
         self._optimizer.update_lp_params()
 
 
 def _squares(flat: Tensor) -> Tensor:
-    """Sum of squares in fp64, at the speed of fp32."""
+    """Return the sum of squares of a flat tensor as an fp64 scalar, at the speed of fp32."""
     whole = flat.numel() // NORM_CHUNK * NORM_CHUNK
-    norms = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_CHUNK), dim=1)
+    norms = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_CHUNK), dim=1)  # (chunks,)
     rest = torch.linalg.vector_norm(flat[whole:])
     return norms.double().square().sum() + rest.double().square()

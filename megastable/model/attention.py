@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megastable.config import ModelConfig
-from megastable.model.positions import AttentionBias, RotaryTable
+from megastable.model.positions import AttentionBias, PositionEmbedding
 from megastable.model.residual_stream import make_norm
 from megastable.model.tensor_parallel import (
     ColumnParallelLinear,
@@ -25,12 +25,13 @@ from megastable.model.tensor_parallel import (
 )
 
 AttentionBackend = Callable[[Tensor, Tensor, Tensor, AttentionBias, float], Tensor]
+"""A function of q, k, v, bias and dropout as ``math_attention`` has them, to (batch, heads, seq, head_dim)."""
 
 
 def math_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: AttentionBias, dropout: float, logit_cap: float | None = None
 ) -> Tensor:
-    """Two plain products with an fp32 softmax between them.
+    """Attend by two plain products with an fp32 softmax between them.
 
     Args:
         q: (batch, heads, seq, head_dim), already scaled, like ``k``.
@@ -41,23 +42,26 @@ def math_attention(
     """
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = soft_cap((q @ k.transpose(-1, -2)).float(), logit_cap) + bias.get(q.shape[-2], q.device, torch.float32)
+        k = k.repeat_interleave(groups, dim=1)  # (batch, heads, seq, head_dim)
+        v = v.repeat_interleave(groups, dim=1)
+    logits = soft_cap((q @ k.transpose(-1, -2)).float(), logit_cap)  # (batch, heads, query, key)
+    scores = logits + bias.get(q.shape[-2], q.device, torch.float32)
     weights = F.dropout(torch.softmax(scores, dim=-1).to(q.dtype), dropout)
-    return weights @ v
+    return weights @ v  # (batch, heads, query, head_dim)
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, bias: AttentionBias, dropout: float) -> Tensor:
-    """torch's scaled_dot_product_attention with its own scale set to 1; arguments as ``math_attention``."""
+    """Attend by torch's scaled_dot_product_attention, its own scale set to 1; arguments as ``math_attention``."""
     grouped = q.shape[1] != k.shape[1]
     if bias.causal_only:
+        # The kernel's own mask lets it skip the blocks above the diagonal, which a mask of numbers does not.
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=1.0, enable_gqa=grouped)
-    mask = bias.get(q.shape[-2], q.device, q.dtype).unsqueeze(0)
+    mask = bias.get(q.shape[-2], q.device, q.dtype).unsqueeze(0)  # (1, heads, query, key)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=1.0, enable_gqa=grouped)
 
 
 def auto_attention(q: Tensor, k: Tensor, v: Tensor, bias: AttentionBias, dropout: float) -> Tensor:
-    """The fastest that was measured for this device; arguments as ``math_attention``.
+    """Attend by the fastest way that was measured for this device; arguments as ``math_attention``.
 
     The fused kernel was nowhere slower than the plain product. Most CPUs only emulate 16-bit products, so there it runs
     in fp32 between two casts, several times faster (benchmarks/LOG.md).
@@ -72,25 +76,31 @@ ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
     "math": math_attention,
     "sdpa": sdpa_attention,
 }
+"""Name in a run file -> backend; ``core.model_parts.ATTENTION_KINDS`` has the numbers of the same names."""
 
 
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:
-    """cap * tanh(x / cap), which keeps x within the cap and leaves small values alone; None for no cap.
+    """Compute cap * tanh(x / cap), which keeps x within the cap and leaves small values alone; None for no cap.
 
-    Gemma 2 (arXiv 2408.00118, section 2).
+    Gemma 2 caps its logits so (arXiv 2408.00118, section 2).
     """
-    return x if cap is None else cap * torch.tanh(x / cap)
+    if cap is None:
+        return x
+    return cap * torch.tanh(x / cap)
 
 
 class QueryKeyScale(nn.Module):
-    """Multiplies queries and keys by head_dim^(-1/4) each. Monitors look here at what is about to be multiplied."""
+    """Multiplies queries and keys by head_dim^(-1/4) each.
+
+    It is a module so that monitors can hook it: here they see what is about to be multiplied.
+    """
 
     def __init__(self, head_dim: int) -> None:
         super().__init__()
         self.factor = head_dim**-0.25
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Both (batch, heads, seq, head_dim)."""
+        """Scale both, (batch, heads, seq, head_dim) each."""
         return q * self.factor, k * self.factor
 
 
@@ -102,9 +112,7 @@ class SelfAttention(nn.Module):
     that several ranks attend to the same key-value head.
     """
 
-    def __init__(
-        self, config: ModelConfig, bias: AttentionBias, rotary: RotaryTable | None, tensor: TensorGroup
-    ) -> None:
+    def __init__(self, config: ModelConfig, positions: PositionEmbedding, tensor: TensorGroup) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.heads = config.num_attention_heads // tensor.size
@@ -113,9 +121,9 @@ class SelfAttention(nn.Module):
         self.dropout = config.dropout
         self.backend = ATTENTION_BACKENDS[config.attention]
         if config.attention_logit_cap is not None:
+            # ``core.model_parts.CAPPED_ATTENTION``: no other backend can put the cap before the softmax.
             self.backend = functools.partial(math_attention, logit_cap=config.attention_logit_cap)
-        self.bias = bias
-        self.rotary = rotary
+        self.positions = positions
         self.tensor = tensor
         self.query_key_value = ColumnParallelLinear(fused_projection_shard(config, tensor), tensor)
         self.output = RowParallelLinear(config.hidden_size, config.hidden_size, tensor)
@@ -127,43 +135,50 @@ class SelfAttention(nn.Module):
         """Attend; (batch, seq or slice, hidden) in and out."""
         q, k, v = self._project(x)
         if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-        if self.rotary is not None:
-            q, k = self.rotary.rotate(q), self.rotary.rotate(k)
+            q = self.query_norm(q)
+            k = self.key_norm(k)
+        q = self.positions.rotate(q)
+        k = self.positions.rotate(k)
         q, k = self.scale(q, k)
-        return self.output(self._attend(q, k, v).transpose(1, 2).flatten(2))
+        attended = self._attend(q, k, v)  # (batch, heads, seq, head_dim)
+        return self.output(attended.transpose(1, 2).flatten(2))  # from (batch, seq, heads * head_dim)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        bias = self.positions.bias
         if not self.training or self.dropout == 0.0:
-            return self.backend(q, k, v, self.bias, 0.0)
-        with self.tensor.split_randomness():  # each rank has heads of its own
-            return self.backend(q, k, v, self.bias, self.dropout)
+            return self.backend(q, k, v, bias, 0.0)
+        # Each rank has heads of its own, whose masks are not to be those of another rank's.
+        with self.tensor.split_randomness():
+            return self.backend(q, k, v, bias, self.dropout)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(batch, seq or slice, hidden) to q, k and v of this rank's heads, (batch, heads, seq, head_dim) each."""
-        fused = self.query_key_value(x)
+        """Project (batch, seq or slice, hidden) to q, k and v of this rank's heads, (batch, heads, seq, head_dim)."""
+        fused = self.query_key_value(x)  # (batch, seq, the rank's rows of the fused projection)
         batch, seq, _ = fused.shape
         if self.total_kv_heads >= self.tensor.size:
+            # (batch, seq, key-value heads, their query heads + key + value, head_dim)
             grouped = fused.view(batch, seq, self.kv_heads, -1, self.head_dim)
             q = grouped[..., :-2, :].reshape(batch, seq, -1, self.head_dim)
-            k, v = grouped[..., -2:, :].unbind(-2)
+            k, v = grouped[..., -2:, :].unbind(-2)  # (batch, seq, key-value heads, head_dim) each
         else:
             q, share = fused.tensor_split([self.heads * self.head_dim], dim=-1)
             q = q.unflatten(-1, (self.heads, self.head_dim))
+            # (batch, seq, all key-value heads, key + value, head_dim)
             every = gather_features(share, self.tensor).view(batch, seq, self.total_kv_heads, 2, self.head_dim)
             own = self.tensor.rank * self.total_kv_heads // self.tensor.size
-            k, v = every[:, :, own : own + 1].unbind(-2)
+            k, v = every[:, :, own : own + 1].unbind(-2)  # (batch, seq, 1, head_dim) each
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 def fused_projection_shard(config: ModelConfig, tensor: TensorGroup) -> Shard:
-    """This rank's rows of the fused projection of queries, keys and values."""
-    queries_per_kv = config.num_attention_heads // config.kv_heads
-    rows = torch.arange(config.kv_heads * (queries_per_kv + 2) * config.head_dim)
+    """Choose this rank's rows of the fused projection of queries, keys and values."""
+    rows_per_kv_head = config.num_attention_heads // config.kv_heads + 2  # in heads: its queries, key and value
+    rows = torch.arange(config.kv_heads * rows_per_kv_head * config.head_dim)
     full_shape = (len(rows), config.hidden_size)
     if config.kv_heads >= tensor.size:
         return Shard.even(full_shape, 0, tensor)
-    by_head = rows.view(config.kv_heads, queries_per_kv + 2, config.head_dim)
+    # A rank takes the query heads of its share, and of all keys and values as many rows as every other rank.
+    by_head = rows.view(config.kv_heads, rows_per_kv_head, config.head_dim)
     queries = by_head[:, :-2].reshape(tensor.size, -1)[tensor.rank]
     keys_and_values = by_head[:, -2:].reshape(tensor.size, -1)[tensor.rank]
     return Shard(full_shape, 0, torch.cat([queries, keys_and_values]))

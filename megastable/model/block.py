@@ -1,4 +1,4 @@
-"""One transformer block: norm, attention, norm, feed-forward, each added to the residual stream."""
+"""One transformer block: norm, attention, norm, feed-forward, each half added to the residual stream."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.nn import functional as F
 from megastable.config import ModelConfig
 from megastable.core.flops import ATTENTION, FEED_FORWARD
 from megastable.model.attention import SelfAttention
-from megastable.model.positions import AttentionBias, RotaryTable
+from megastable.model.positions import PositionEmbedding
 from megastable.model.residual_stream import ResidualDropout, make_norm
 from megastable.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, Shard, TensorGroup
 
 
 class GeluFeedForward(nn.Module):
-    """Widen, GELU, narrow; (batch, seq, hidden) in and out."""
+    """Widen, GELU, narrow."""
 
     def __init__(self, config: ModelConfig, tensor: TensorGroup) -> None:
         super().__init__()
@@ -26,25 +26,27 @@ class GeluFeedForward(nn.Module):
         self.output = RowParallelLinear(config.ffn_size, config.hidden_size, tensor)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq, hidden) in and out."""
-        return self.output(F.gelu(self.input(x), approximate="tanh"))
+        """Map (batch, seq or slice, hidden) to the same shape."""
+        widened = self.input(x)  # (batch, seq, the rank's share of the inner width)
+        return self.output(F.gelu(widened, approximate="tanh"))
 
 
 class SwigluFeedForward(nn.Module):
-    """A SiLU gate times a linear path (Shazeer, arXiv 2002.05202, equation 6); (batch, seq, hidden) in and out.
+    """A SiLU gate times a linear path, then narrow (Shazeer, arXiv 2002.05202, equation 6).
 
     Gate and linear path are one projection, gate first: its input gradient is summed over the tensor ranks once.
     """
 
     def __init__(self, config: ModelConfig, tensor: TensorGroup) -> None:
         super().__init__()
+        # An even cut of the fused rows would give some ranks the gate and others the path: each takes a share of both.
         rows = torch.arange(2 * config.ffn_size).view(2, tensor.size, -1)[:, tensor.rank].flatten()
         self.input = ColumnParallelLinear(Shard((2 * config.ffn_size, config.hidden_size), 0, rows), tensor)
         self.output = RowParallelLinear(config.ffn_size, config.hidden_size, tensor)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq, hidden) in and out."""
-        gate, linear = self.input(x).chunk(2, dim=-1)
+        """Map (batch, seq or slice, hidden) to the same shape."""
+        gate, linear = self.input(x).chunk(2, dim=-1)  # (batch, seq, the rank's share of the inner width) each
         return self.output(F.silu(gate) * linear)
 
 
@@ -52,37 +54,39 @@ FEED_FORWARDS: dict[str, Callable[[ModelConfig, TensorGroup], nn.Module]] = {
     "gelu": GeluFeedForward,
     "swiglu": SwigluFeedForward,
 }
+"""Name in a run file -> module; ``core.model_parts.FEED_FORWARD_KINDS`` has the numbers of the same names."""
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm block; (batch, seq, hidden) in and out, a slice of the sequence under sequence parallelism.
+    """A pre-norm block on the residual stream, or on a slice of its sequence under sequence parallelism.
 
     Args:
-        recomputed: halves, of ``core.recomputation``, of which only the input is kept for the backward pass.
+        recomputed: halves, of ``core.flops.HALVES``, of which only the input is kept for the backward pass.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        bias: AttentionBias,
-        rotary: RotaryTable | None,
+        positions: PositionEmbedding,
         tensor: TensorGroup,
         recomputed: Collection[str] = (),
     ) -> None:
         super().__init__()
-        self.tensor, self.recomputed = tensor, frozenset(recomputed)
+        self.tensor = tensor
+        self.recomputed = frozenset(recomputed)
         self.attention_norm = make_norm(config, config.hidden_size)
-        self.attention = SelfAttention(config, bias, rotary, tensor)
+        self.attention = SelfAttention(config, positions, tensor)
         self.feed_forward_norm = make_norm(config, config.hidden_size)
         self.feed_forward = FEED_FORWARDS[config.activation](config, tensor)
         self.dropout = ResidualDropout(config.dropout, tensor)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq, hidden) in and out."""
+        """Map (batch, seq or slice, hidden) to the same shape."""
         x = x + self._half(ATTENTION, self._attend, x)
         return x + self._half(FEED_FORWARD, self._feed_forward, x)
 
     def _half(self, name: str, half: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        # An evaluation keeps nothing anyway, and would pay for the bookkeeping.
         if name in self.recomputed and torch.is_grad_enabled():
             return self.tensor.recomputed(half, x)
         return half(x)

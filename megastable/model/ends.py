@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megastable.config import ModelConfig
 from megastable.model.attention import soft_cap
+from megastable.model.positions import PositionEmbedding
 from megastable.model.residual_stream import ResidualDropout, make_norm
 from megastable.model.tensor_parallel import (
     ColumnParallelLinear,
     Shard,
+    SplitLayer,
     TensorGroup,
     column_parallel_linear,
     sum_over_ranks,
@@ -22,19 +23,22 @@ from megastable.model.tensor_parallel import (
 
 
 class LogitCap(nn.Module):
-    """Caps the logits of the vocabulary where configured. Monitors look at them here, before the cap."""
+    """Caps the logits of the vocabulary where configured.
+
+    It is a module so that monitors can hook it: here they see the logits before the cap.
+    """
 
     def __init__(self, cap: float | None) -> None:
         super().__init__()
         self.cap = cap
 
     def forward(self, logits: Tensor) -> Tensor:
-        """Logits of any shape, in and out."""
+        """Cap logits of any shape."""
         return soft_cap(logits, self.cap)
 
 
 class HeadInput(NamedTuple):
-    """What a head hands to a loss in chunks, in place of logits: their makings.
+    """What a head hands to a loss in chunks in place of logits, so that the loss can make them bit by bit.
 
     The weight is a view of the head's. DeepSpeed prepares for a backward pass when the first gradient reaches an output
     of the model, and has to do so before a weight has its gradient; through the view it does.
@@ -45,36 +49,35 @@ class HeadInput(NamedTuple):
     weight: Tensor
     """(share of the padded vocabulary, hidden)"""
     logits_of: Callable[[Tensor, Tensor], Tensor]
-    """Of a part of ``hidden`` and the weight: (batch, part of the whole sequence, share of the padded vocabulary)."""
+    """A part of ``hidden`` and the weight -> logits (batch, part of the whole sequence, share of the vocabulary)."""
 
 
-class VocabularyEmbedding(nn.Module):
-    """Token ids (batch, seq) to vectors (batch, seq, hidden); also the head where weights are tied.
+class VocabularyEmbedding(SplitLayer):
+    """The table of a vector for each token of the vocabulary; also the head where weights are tied.
 
     Each tensor rank holds its share of the vocabulary. Under sequence parallelism the output is the rank's slice.
     """
 
     def __init__(self, config: ModelConfig, tensor: TensorGroup) -> None:
-        super().__init__()
-        self.shard, self.tensor = Shard.even((config.padded_vocab_size, config.hidden_size), 0, tensor), tensor
-        self.weight = nn.Parameter(torch.empty(self.shard.shape))
+        super().__init__(Shard.even((config.padded_vocab_size, config.hidden_size), 0, tensor), tensor)
         self.cap = LogitCap(config.output_logit_cap)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """(batch, seq) int64 to (batch, seq or slice, hidden)."""
+        """Look up token ids (batch, seq) int64 as vectors (batch, seq or slice, hidden)."""
         row = token_ids - self.tensor.rank * len(self.weight)
-        elsewhere = (row < 0) | (row >= len(self.weight))
-        own = F.embedding(row.masked_fill(elsewhere, 0), self.weight)
+        elsewhere = (row < 0) | (row >= len(self.weight))  # (batch, seq)
+        # Tokens of other ranks look up some row and are zeroed, so that the sum over the ranks has each token once.
+        own = F.embedding(row.masked_fill(elsewhere, 0), self.weight)  # (batch, seq, hidden)
         return sum_over_ranks(own.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tensor)
 
 
 def tied_logits(embedding: VocabularyEmbedding, x: Tensor) -> Tensor:
-    """(batch, seq or slice, hidden) to logits (batch, seq, share of the vocabulary) by the embedding's own weight."""
+    """Multiply (batch, seq or slice, hidden) by the embedding: logits (batch, seq, share of the padded vocabulary)."""
     return _logits(x, embedding.weight, embedding.tensor, embedding.cap)
 
 
 def tied_head_input(embedding: VocabularyEmbedding, x: Tensor) -> HeadInput:
-    """The makings of ``tied_logits``."""
+    """Hand on what ``tied_logits`` is made of, for a loss in chunks."""
     return _head_input(x, embedding.weight, embedding.tensor, embedding.cap)
 
 
@@ -84,47 +87,52 @@ def _logits(x: Tensor, weight: Tensor, tensor: TensorGroup, cap: LogitCap) -> Te
 
 
 def _head_input(x: Tensor, weight: Tensor, tensor: TensorGroup, cap: LogitCap) -> HeadInput:
-    return HeadInput(x, weight.view_as(weight), lambda part, seen: _logits(part, seen, tensor, cap))
+    def logits_of(part: Tensor, viewed_weight: Tensor) -> Tensor:
+        return _logits(part, viewed_weight, tensor, cap)
+
+    return HeadInput(x, weight.view_as(weight), logits_of)
 
 
 class EmbeddingFinish(nn.Module):
     """What follows the lookup: learned positions, the embedding norm (BLOOM's) and dropout, each where configured."""
 
-    def __init__(self, config: ModelConfig, tensor: TensorGroup) -> None:
+    def __init__(self, config: ModelConfig, positions: PositionEmbedding, tensor: TensorGroup) -> None:
         super().__init__()
-        learned = config.position_embedding == "learned"
         self.tensor = tensor
-        self.positions = nn.Embedding(config.seq_length, config.hidden_size) if learned else None
+        self.positions = positions.make_table()
         self.norm = make_norm(config, config.hidden_size) if config.embedding_norm else None
         self.dropout = ResidualDropout(config.dropout, tensor)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq or slice, hidden) in and out."""
+        """Map (batch, seq or slice, hidden) to the same shape."""
         if self.positions is not None:
-            first = self.tensor.rank * x.shape[1] if self.tensor.sequence_parallel else 0
-            x = x + self.positions.weight[first : first + x.shape[1]]
+            length = x.shape[1]
+            first = 0
+            if self.tensor.sequence_parallel:  # a rank's slice begins where those of the ranks before it end
+                first = self.tensor.rank * length
+            x = x + self.positions.weight[first : first + length]  # (seq or slice, hidden), the same for every sample
         if self.norm is not None:
             x = self.norm(x)
         return self.dropout(x)
 
 
 class FinalNorm(nn.Module):
-    """The norm before the head; (batch, seq or slice, hidden) in and out."""
+    """The norm before the head."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.norm = make_norm(config, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq or slice, hidden) in and out."""
+        """Norm (batch, seq or slice, hidden)."""
         return self.norm(x)
 
 
 class OutputHead(nn.Module):
-    """An untied head: (batch, seq or slice, hidden) to logits (batch, seq, share of the padded vocabulary).
+    """An untied head.
 
     Args:
-        in_chunks: hand on the makings of the logits instead, for a loss in chunks.
+        in_chunks: hand on what the logits are made of instead, for a loss in chunks.
     """
 
     def __init__(self, config: ModelConfig, tensor: TensorGroup, in_chunks: bool = False) -> None:
@@ -135,6 +143,7 @@ class OutputHead(nn.Module):
         self.cap = LogitCap(config.output_logit_cap)
 
     def forward(self, x: Tensor) -> Tensor | HeadInput:
-        """(batch, seq or slice, hidden) to (batch, seq, share of the padded vocabulary), or to the makings of it."""
-        make = _head_input if self.in_chunks else _logits
-        return make(x, self.linear.weight, self.linear.tensor, self.cap)
+        """Map (batch, seq or slice, hidden) to logits (batch, seq, share of the vocabulary) or a ``HeadInput``."""
+        if self.in_chunks:
+            return _head_input(x, self.linear.weight, self.linear.tensor, self.cap)
+        return _logits(x, self.linear.weight, self.linear.tensor, self.cap)

@@ -11,7 +11,7 @@ from torch import nn
 from megastable.config import RunConfig
 from megastable.core.init_std import INIT_SCHEMES, MatrixSize, residual_output_std
 from megastable.model.ends import OutputHead, VocabularyEmbedding
-from megastable.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megastable.model.tensor_parallel import RowParallelLinear, SplitLayer
 
 
 def draw_weights(module: nn.Module, layer_index: int, run: RunConfig) -> None:
@@ -26,45 +26,54 @@ def draw_weights(module: nn.Module, layer_index: int, run: RunConfig) -> None:
         generator = torch.Generator().manual_seed(weight_seed(run.megastable.training.seed, layer_index, name))
         full = torch.empty(full_shape(child)).normal_(0.0, formula_std(module, child, run), generator=generator)
         with torch.no_grad():
-            child.weight.copy_(full if isinstance(child, nn.Embedding) else child.shard.of(full))
+            if isinstance(child, nn.Embedding):  # whole on every tensor rank
+                child.weight.copy_(full)
+            else:
+                child.weight.copy_(child.shard.of(full))
 
 
-DrawnModule = ColumnParallelLinear | RowParallelLinear | VocabularyEmbedding | nn.Embedding
+DrawnModule = SplitLayer | nn.Embedding
 
 
 def drawn_modules(layer: nn.Module) -> Iterator[tuple[str, DrawnModule]]:
-    """The modules of a layer whose weight is a drawn matrix, by name."""
+    """Yield the modules of a layer whose weight is a drawn matrix, by name."""
     for name, child in layer.named_modules():
         if isinstance(child, DrawnModule):
             yield name, child
 
 
 def full_shape(module: DrawnModule) -> tuple[int, ...]:
-    """(out, in) of the whole matrix, over all tensor ranks."""
-    return tuple(module.weight.shape) if isinstance(module, nn.Embedding) else module.shard.full_shape
+    """Return (out, in) of the whole matrix, over all tensor ranks."""
+    if isinstance(module, nn.Embedding):
+        return tuple(module.weight.shape)
+    return module.shard.full_shape
 
 
 def formula_std(layer: nn.Module, module: DrawnModule, run: RunConfig) -> float:
-    """The std with which the matrix of ``module``, a part of ``layer``, is drawn."""
-    init, model = run.megastable.init, run.megastable.model
+    """Compute the std with which the matrix of ``module``, a part of ``layer``, is drawn."""
+    init = run.megastable.init
+    model = run.megastable.model
     if isinstance(module, VocabularyEmbedding) and init.embedding_std is not None:
         return init.embedding_std
     if isinstance(layer, OutputHead) and init.head_std is not None:
         return init.head_std
     fan_out, fan_in = full_shape(module)
     std = INIT_SCHEMES[init.scheme](MatrixSize(fan_in, fan_out, model.hidden_size), init.std)
-    writes_residual = isinstance(module, RowParallelLinear)
-    return residual_output_std(std, model.num_layers) if writes_residual and init.residual_scaling else std
+    # The row-parallel layers are the outputs of the two halves, which are added to the residual stream.
+    if init.residual_scaling and isinstance(module, RowParallelLinear):
+        return residual_output_std(std, model.num_layers)
+    return std
 
 
 def measured_moments(module: DrawnModule) -> tuple[int, float, float]:
-    """Number, sum and sum of squares of this rank's part of the matrix."""
+    """Return number, sum and sum of squares of this rank's part of the matrix; over the ranks they add up."""
     weight = module.weight.detach()
     norm = torch.linalg.vector_norm(weight, dtype=torch.float64)
     return weight.numel(), float(weight.sum(dtype=torch.float64)), float(norm) ** 2
 
 
 def weight_seed(seed: int, layer_index: int, name: str) -> int:
-    """A 63-bit seed that depends on all three; stable across processes, machines and Python versions."""
+    """Derive a 63-bit seed from all three, the same on every process, machine and Python version."""
+    # Python's own hash of a text differs from process to process.
     digest = hashlib.blake2b(f"{seed}/{layer_index}/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return int.from_bytes(digest, "big") >> 1  # torch's seeds are signed

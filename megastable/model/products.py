@@ -18,37 +18,39 @@ SUPPORTED_ON_CPU: dict[torch.dtype, bool] = {
     torch.bfloat16: _HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported(),
     torch.float16: _HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
 }
-"""16-bit format -> whether oneDNN, which multiplies torch's matrices on a CPU, takes it on this one. A plain table,
-which torch.compile can read."""
+"""16-bit format -> whether oneDNN, which multiplies torch's matrices on a CPU, takes it on this one. It is a plain
+table because torch.compile can read one, and cannot call oneDNN."""
 
 
 def is_emulated(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether a product in the format would run far slower than in fp32."""
+    """Tell whether a product in the format would run far slower than in fp32."""
     return device_type == "cpu" and not SUPPORTED_ON_CPU.get(dtype, True)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b``, without a graph of its own."""
+    """Compute ``a @ b``. The casts are for use inside a ``Function``: autograd would keep the wide copies."""
     if is_emulated(a.device.type, a.dtype):
         return (a.float() @ b.float()).to(a.dtype)
     return a @ b
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """(..., in) to (..., out) by a weight (out, in), without a graph of its own."""
+    """Map (..., in) to (..., out) by a weight (out, in); for use inside a ``Function``, as ``product``."""
     if is_emulated(x.device.type, x.dtype):
-        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+        wide_bias = None if bias is None else bias.float()
+        return F.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
     return F.linear(x, weight, bias)
 
 
 def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
-    """Of a linear layer: (out, in) from the gradient of its output (..., out) and its input (..., in)."""
+    """Compute the gradient of a weight (out, in) from that of its layer's output (..., out) and the input (..., in)."""
     return product(gradient.flatten(0, -2).t(), x.flatten(0, -2))
 
 
 def differentiable_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """(..., in) to (..., out). What it keeps for the backward pass stays in its own format."""
-    if torch.compiler.is_compiling():  # it makes a backward pass of its own, and keeps what is cheapest to keep
+    """Map (..., in) to (..., out). What it keeps for the backward pass stays in the format of the input."""
+    if torch.compiler.is_compiling():
+        # The compiler derives the backward pass itself, and chooses what is cheapest to keep for it.
         return linear(x, weight)
     result: Tensor = _Linear.apply(x, weight)
     return result

@@ -1,7 +1,4 @@
-"""The kinds of norm.
-
-Dropout that draws the same masks on all tensor ranks where they hold the same, and other masks where they do not.
-"""
+"""What stands on the residual stream between the half blocks and at both ends of the model: norms and dropout."""
 
 from __future__ import annotations
 
@@ -17,22 +14,29 @@ NORMS: dict[str, Callable[[int, float], nn.Module]] = {
     "layernorm": lambda width, eps: nn.LayerNorm(width, eps=eps),
     "rmsnorm": lambda width, eps: nn.RMSNorm(width, eps=eps),
 }
+"""Name in a run file -> the norm of a width and an eps; ``core.model_parts.NORM_KINDS`` has the numbers of the same
+names."""
 
 
 def make_norm(config: ModelConfig, width: int) -> nn.Module:
-    """The configured norm over a last dimension of ``width``."""
+    """Build the configured norm over a last dimension of ``width``."""
     return NORMS[config.norm](width, config.norm_eps)
 
 
 class ResidualDropout(nn.Module):
-    """Dropout of what lies between half blocks: whole on every tensor rank, or a slice under sequence parallelism."""
+    """Dropout of what lies between half blocks.
+
+    Where that is whole on every tensor rank, all ranks draw the same mask, so that their copies stay equal. Under
+    sequence parallelism each rank has a slice of its own, and draws a mask of its own.
+    """
 
     def __init__(self, probability: float, tensor: TensorGroup) -> None:
         super().__init__()
-        self.probability, self.tensor = probability, tensor
+        self.probability = probability
+        self.tensor = tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq or slice, hidden) in and out."""
+        """Drop values of ``x`` (batch, seq or slice, hidden) in training."""
         if not self.training or self.probability == 0.0:
             return x
         if not self.tensor.sequence_parallel:

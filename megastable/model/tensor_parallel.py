@@ -1,9 +1,9 @@
-"""What the model knows of its tensor-parallel neighbours: one small object, and the layers that are split over it.
+"""The tensor-parallel neighbours of a rank, as the model sees them, and the layers that are split over them.
 
-The object is handed in by the engine floor. With one process the same code runs on ``OneProcess``, without any
-collective. Splits are Megatron's (Shoeybi et al., arXiv 1909.08053, section 3): column-parallel into a half block,
-row-parallel out of it, one sum per half block and direction. Under sequence parallelism (Korthikanti et al., arXiv
-2205.05198, section 4.2) what lies between two half blocks is a slice of the sequence, and the sum becomes a
+The model is handed a ``TensorGroup`` by the engine floor. With one process the same code runs on ``OneProcess``,
+without any collective. Splits are Megatron's (Shoeybi et al., arXiv 1909.08053, section 3): column-parallel into a half
+block, row-parallel out of it, one sum per half block and direction. Under sequence parallelism (Korthikanti et al.,
+arXiv 2205.05198, section 4.2) what lies between two half blocks is a slice of the sequence, and the sum becomes a
 reduce-scatter, with an all-gather where the next half block begins.
 """
 
@@ -43,7 +43,7 @@ class TensorGroup(Protocol):
         ...
 
     def all_reduce_max(self, x: Tensor) -> None:
-        """Elementwise maximum over the ranks, in place."""
+        """Take the elementwise maximum over the ranks, in place."""
         ...
 
     def start_gather(self, x: Tensor) -> tuple[Tensor, Work]:
@@ -55,17 +55,17 @@ class TensorGroup(Protocol):
         ...
 
     def split_randomness(self) -> contextlib.AbstractContextManager[None]:
-        """Draw from a stream of this rank's own, for what is split; outside, all ranks draw the same."""
+        """Draw from a random stream of this rank alone, for what is split; outside, all ranks draw the same."""
         ...
 
     def recomputed(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """``function(x)``, of which only ``x`` is kept: the backward pass calls it again, with the same randomness."""
+        """Return ``function(x)`` and keep only ``x``: the backward pass calls it again, with the same randomness."""
         ...
 
 
 class _Done:
     def wait(self) -> None:
-        """There was nothing to wait for."""
+        """Return at once: nothing was sent."""
 
 
 class OneProcess:
@@ -76,26 +76,26 @@ class OneProcess:
     sequence_parallel = False
 
     def start_all_reduce(self, x: Tensor) -> Work:
-        """The sum over one rank."""
+        """Leave ``x``, which is the sum over one rank."""
         return _Done()
 
     def all_reduce_max(self, x: Tensor) -> None:
-        """The maximum over one rank."""
+        """Leave ``x``, which is the maximum over one rank."""
 
     def start_gather(self, x: Tensor) -> tuple[Tensor, Work]:
-        """This rank's own."""
+        """Return this rank's own ``x`` as the only one."""
         return x.unsqueeze(0), _Done()
 
     def start_reduce_scatter(self, x: Tensor) -> tuple[Tensor, Work]:
-        """This rank's own."""
+        """Return the only entry, which is the sum of one."""
         return x.squeeze(0), _Done()
 
     def split_randomness(self) -> contextlib.AbstractContextManager[None]:
-        """One stream is enough."""
+        """Draw from the one stream that there is."""
         return contextlib.nullcontext()
 
     def recomputed(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """torch's recomputation plays its own stream back."""
+        """Recompute by torch's checkpoint, which plays the one random stream back."""
         result: Tensor = checkpoint(function, x, use_reentrant=False)
         return result
 
@@ -110,22 +110,40 @@ class Shard:
 
     @classmethod
     def even(cls, full_shape: tuple[int, ...], dim: int, tensor: TensorGroup) -> Shard:
-        """The rank's equal, contiguous share."""
+        """Choose the rank's equal, contiguous share."""
         share = full_shape[dim] // tensor.size
         return cls(full_shape, dim, torch.arange(tensor.rank * share, (tensor.rank + 1) * share))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the part."""
+        """Return the shape of the part."""
         return (*self.full_shape[: self.dim], len(self.indices), *self.full_shape[self.dim + 1 :])
 
     def of(self, full: Tensor) -> Tensor:
-        """The part of a ``full`` weight, or of anything that runs along its first dimensions, such as a bias."""
+        """Copy the part of a ``full`` weight, or of anything that runs along its first dimensions, such as a bias."""
         return full.index_select(self.dim, self.indices)
 
 
-class ColumnParallelLinear(nn.Module):
-    """A linear layer whose output features are split; (batch, seq, in) to (batch, seq, the rank's share of out).
+class SplitLayer(nn.Module):
+    """A layer whose weight is split over the tensor ranks; the weight is drawn, marked and counted by its ``shard``.
+
+    Args:
+        shard: the part of the full weight that this rank holds.
+    """
+
+    def __init__(self, shard: Shard, tensor: TensorGroup) -> None:
+        super().__init__()
+        self.shard = shard
+        self.tensor = tensor
+        self.weight = nn.Parameter(torch.empty(shard.shape))
+
+    def split_parameters(self) -> list[nn.Parameter]:
+        """List the parameters of which each rank holds a part; the others are whole on every rank."""
+        return [self.weight]
+
+
+class ColumnParallelLinear(SplitLayer):
+    """A linear layer whose output features are split over the ranks.
 
     Under sequence parallelism the input is the rank's slice of the sequence and the output is of the whole sequence.
 
@@ -134,43 +152,44 @@ class ColumnParallelLinear(nn.Module):
     """
 
     def __init__(self, shard: Shard, tensor: TensorGroup, bias: bool = True) -> None:
-        super().__init__()
-        self.shard, self.tensor = shard, tensor
-        self.weight = nn.Parameter(torch.empty(shard.shape))
+        super().__init__(shard, tensor)
         self.bias = nn.Parameter(torch.zeros(shard.shape[0])) if bias else None
 
+    def split_parameters(self) -> list[nn.Parameter]:
+        """List the weight and the bias, which has an element for each of the rank's features."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq, in) to (batch, seq, share of out)."""
+        """Map (batch, seq or slice, in) to (batch, seq, share of out)."""
         return column_parallel_linear(x, self.weight, self.bias, self.tensor)
 
 
-class RowParallelLinear(nn.Module):
-    """A linear layer whose input features are split; (batch, seq, the rank's share of in) to (batch, seq, out).
+class RowParallelLinear(SplitLayer):
+    """A linear layer whose input features are split over the ranks, whose outputs are then summed.
 
-    The bias is whole on every rank and added after the sum.
+    The bias is whole on every rank and added after the sum, which would otherwise count it once a rank.
     """
 
     def __init__(self, in_features: int, out_features: int, tensor: TensorGroup) -> None:
-        super().__init__()
-        self.shard, self.tensor = Shard.even((out_features, in_features), 1, tensor), tensor
-        self.weight = nn.Parameter(torch.empty(self.shard.shape))
+        super().__init__(Shard.even((out_features, in_features), 1, tensor), tensor)
         self.bias = nn.Parameter(torch.zeros(out_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, seq, share of in) to (batch, seq, out)."""
+        """Map (batch, seq, share of in) to (batch, seq or slice, out)."""
         return sum_over_ranks(differentiable_linear(x, self.weight), self.tensor) + self.bias
 
 
 def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tensor: TensorGroup) -> Tensor:
-    """``ColumnParallelLinear`` on given weights."""
-    if torch.compiler.is_compiling():  # only with one tensor rank, see config.tensor_rules
+    """Compute a ``ColumnParallelLinear`` with the given weights."""
+    if torch.compiler.is_compiling():
+        # Only with one tensor rank, whose input needs no sum: ``config.cross_rules.compiled_blocks_are_whole``.
         return linear(x, weight, bias)
     result: Tensor = _ColumnLinear.apply(x, weight, bias, tensor)
     return result
 
 
 def sum_over_ranks(partial: Tensor, tensor: TensorGroup) -> Tensor:
-    """Sum what the ranks hold: whole on every rank, or each its slice of the sequence (dimension 1)."""
+    """Sum what the ranks hold (batch, seq, features): whole on every rank, or to each its slice of the sequence."""
     if torch.compiler.is_compiling():
         return partial
     result: Tensor = _SumOverRanks.apply(partial, tensor)
@@ -184,12 +203,17 @@ def gather_features(share: Tensor, tensor: TensorGroup) -> Tensor:
 
 
 class _ColumnLinear(Function):
-    """The sum of input gradients travels while the weight gradient is computed."""
+    """A linear layer in whose backward pass the sum of input gradients travels while the weight gradient is computed.
+
+    Under sequence parallelism only the rank's slice of the input is kept. The backward pass gathers the whole input
+    again, while it computes the input gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tensor: TensorGroup) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.tensor, ctx.has_bias = tensor, bias is not None
+        ctx.tensor = tensor
+        ctx.has_bias = bias is not None
         return linear(_whole_sequence(x, tensor), weight, bias)
 
     @staticmethod
@@ -199,28 +223,31 @@ class _ColumnLinear(Function):
         tensor: TensorGroup = ctx.tensor
         if tensor.sequence_parallel:
             slices, gathering = tensor.start_gather(x.contiguous())
-            x_gradient = product(gradient, weight)
+            x_gradient = product(gradient, weight)  # (batch, seq, in), to be summed over the ranks' output features
             gathering.wait()
-            x = _join_sequence(slices)
+            x = _join_sequence(slices)  # (batch, seq, in)
             x_gradient, summing = tensor.start_reduce_scatter(_split_sequence(x_gradient, tensor.size))
         else:
             x_gradient = product(gradient, weight)
             summing = tensor.start_all_reduce(x_gradient)
-        of_weight = weight_gradient(gradient, x)
+        of_weight = weight_gradient(gradient, x)  # while the sum is on its way
         of_bias = gradient.flatten(0, 1).sum(0) if ctx.has_bias else None
         summing.wait()
         return x_gradient, of_weight, of_bias, None
 
 
 class _SumOverRanks(Function):
+    """A sum over the ranks, whose gradient every rank's part gets whole."""
+
     @staticmethod
     def forward(ctx: Any, partial: Tensor, tensor: TensorGroup) -> Tensor:
         ctx.tensor = tensor
         if tensor.sequence_parallel:
             result, work = tensor.start_reduce_scatter(_split_sequence(partial, tensor.size))
         else:
-            ctx.mark_dirty(partial)
-            result, work = partial, tensor.start_all_reduce(partial)
+            ctx.mark_dirty(partial)  # the sum is written over it
+            result = partial
+            work = tensor.start_all_reduce(partial)
         work.wait()
         return result
 
@@ -230,23 +257,25 @@ class _SumOverRanks(Function):
 
 
 class _GatherFeatures(Function):
+    """A gather of features, whose gradients are summed over the ranks that all used them, and shared out again."""
+
     @staticmethod
     def forward(ctx: FunctionCtx, share: Tensor, tensor: TensorGroup) -> Tensor:
         ctx.tensor = tensor  # type: ignore[attr-defined]
         shares, work = tensor.start_gather(share.contiguous())
         work.wait()
-        return shares.movedim(0, -2).flatten(-2)
+        return shares.movedim(0, -2).flatten(-2)  # (size, ..., n) to (..., size * n)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        split = gradients[0].unflatten(-1, (ctx.tensor.size, -1)).movedim(-2, 0).contiguous()
+        split = gradients[0].unflatten(-1, (ctx.tensor.size, -1)).movedim(-2, 0).contiguous()  # (size, ..., n)
         gradient, work = ctx.tensor.start_reduce_scatter(split)
         work.wait()
         return gradient, None
 
 
 def _whole_sequence(x: Tensor, tensor: TensorGroup) -> Tensor:
-    """(batch, slice, features) to (batch, seq, features) under sequence parallelism; the same tensor without it."""
+    """Gather (batch, slice, features) to (batch, seq, features) under sequence parallelism; else return ``x``."""
     if not tensor.sequence_parallel:
         return x
     slices, work = tensor.start_gather(x.contiguous())
@@ -255,10 +284,10 @@ def _whole_sequence(x: Tensor, tensor: TensorGroup) -> Tensor:
 
 
 def _join_sequence(slices: Tensor) -> Tensor:
-    """(size, batch, slice, features) to (batch, seq, features)."""
+    """Join (size, batch, slice, features) to (batch, seq, features)."""
     return slices.movedim(0, 1).flatten(1, 2)
 
 
 def _split_sequence(x: Tensor, size: int) -> Tensor:
-    """The inverse of ``_join_sequence``, contiguous."""
+    """Split (batch, seq, features) to a contiguous (size, batch, slice, features)."""
     return x.unflatten(1, (size, -1)).movedim(1, 0).contiguous()

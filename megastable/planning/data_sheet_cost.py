@@ -13,7 +13,7 @@ from megastable.config.stages import model_shape
 from megastable.core.devices import Device, find_device
 from megastable.core.errors import UserError
 from megastable.core.flops import BACKWARD_FORWARD_RATIO, ModelShape
-from megastable.core.model_parts import StageLayers
+from megastable.core.layers import StageLayers
 from megastable.core.pipeline_cost import MicroBatchTime, PipelineCost, StageTime
 from megastable.planning.number_formats import BYTES, stream_bytes, update_bytes_sent
 from megastable.planning.run_plan import RunPlan, recomputation

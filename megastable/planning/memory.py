@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from megastable.config.stages import model_parts, model_shape
 from megastable.core.activations import ActivationSettings, activation_bytes
 from megastable.core.batch_rampup import Batch
+from megastable.core.layers import StageLayers
 from megastable.core.memory import MemoryUse, memory_use, reduce_bucket_elements
-from megastable.core.model_parts import StageLayers
 from megastable.planning.number_formats import communication_bytes, number_format
 from megastable.planning.run_plan import RunPlan
 
@@ -68,12 +68,8 @@ def activation_settings(plan: RunPlan, on_cpu: bool) -> ActivationSettings:
         tensor_parallel_size=plan.layout.tensor_parallel_size,
         sequence_parallel=settings.tensor_parallel.sequence_parallel,
         dropout=model.dropout > 0,
-        qk_norm=model.qk_norm,
         attention_logit_cap=model.attention_logit_cap is not None,
         output_logit_cap=model.output_logit_cap is not None,
         on_cpu=on_cpu,
-        math_attention=model.attention == "math" or model.attention_logit_cap is not None,
-        attention_bias_heads=model.num_attention_heads if model.position_embedding == "alibi" else 0,
-        plain_rms_norm=on_cpu and model.norm == "rmsnorm",
         fp32_sums_at_once=sums.flat_fp32_sums and run.bf16.immediate_grad_update,
     )

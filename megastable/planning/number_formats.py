@@ -6,8 +6,8 @@ Both the times (``data_sheet_cost``, ``measured_cost``) and the memory (``memory
 from __future__ import annotations
 
 from megastable.config import RunConfig
+from megastable.core.layers import StageLayers
 from megastable.core.memory import NumberFormat
-from megastable.core.model_parts import StageLayers
 from megastable.planning.run_plan import RunPlan
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

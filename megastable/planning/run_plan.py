@@ -11,9 +11,9 @@ from megastable.config.lr_schedule import DEFAULT_STABLE_SHARE, DEFAULT_STEP_FAC
 from megastable.config.stages import StageCut, model_parts, model_shape
 from megastable.core.batch_rampup import Batch, BatchRampup, RampPhase, RunLength
 from megastable.core.flops import Recomputation
+from megastable.core.layers import StageLayers, stage_parameters
 from megastable.core.layout import ParallelLayout
 from megastable.core.lr_schedule import BATCH_SCALING_EXPONENTS, LR_SCHEDULES, WarmupSchedule
-from megastable.core.model_parts import StageLayers, stage_parameters
 
 
 @dataclass(frozen=True)

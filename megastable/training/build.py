@@ -11,11 +11,9 @@ from megastable.core.launch import Launch
 from megastable.core.records import TrainingState
 from megastable.data import Corpus, prepare_corpus
 from megastable.engine.checkpoint import load_checkpoint, save_checkpoint
-from megastable.engine.compiled_blocks import check_compiler
-from megastable.engine.failure import reporting_failures
-from megastable.engine.process_group import check_equal_on_all_ranks, connected
+from megastable.engine.device import allow_fp16_on_cpu, check_compiler, check_fp16_support
+from megastable.engine.process_group import check_equal_on_all_ranks, connected, reporting_failures
 from megastable.engine.training_engine import TrainingEngine
-from megastable.engine.upstream_fixes import check_fp16_support
 from megastable.monitors import Monitors
 from megastable.planning.run_plan import RunPlan
 from megastable.training.console import make_display
@@ -40,6 +38,7 @@ def train(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | N
     settings = plan.run.megastable
     check_fp16_support(plan.run)
     check_compiler(plan.run)
+    allow_fp16_on_cpu(plan.run)
     monitors = Monitors(plan, STEP_METRICS)
     # Before the ranks connect: tokenising a large corpus may take longer than a collective waits.
     corpus = prepare_corpus(settings.data, settings.model, show_progress=launch.rank == 0)

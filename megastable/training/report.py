@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megastable.core.records import TrainingState
 from megastable.data import Corpus
-from megastable.engine.weight_report import WeightKind
+from megastable.engine.layer_statistics import WeightKind
 from megastable.planning.micro_batches import describe_choice
 from megastable.planning.run_plan import RunPlan
 from megastable.training.run_folder import RunFolder

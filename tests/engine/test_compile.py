@@ -17,6 +17,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny_run import tiny_run
 
 NUM_STEPS = 5
+MANY_SIZES = 3
 SMALL: dict[str, Any] = {
     "megastable__model__num_layers": 2,
     "megastable__batch_rampup": {"steps": [[0, 4], [8, 8]], "micro_batch_size_steps": [[8, 2]]},
@@ -48,9 +49,9 @@ def graphs_and_steps(backend: str, names: list[str]) -> dict[str, Any]:
     """For every run: the graphs that were compiled, and the rows without and with compilation."""
     import torch._dynamo
 
-    from megastable.engine import compiled_blocks
+    from megastable.engine import pipeline_module
 
-    compiled_blocks.BACKEND = backend
+    pipeline_module.BACKEND = backend
     results = {}
     with tempfile.TemporaryDirectory() as cache, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
@@ -78,11 +79,11 @@ def test_steps_are_equal_and_each_micro_batch_size_is_compiled_once() -> None:
 def losses_across_checkpoints(folder: str) -> dict[str, list[float]]:
     """Two steps, a checkpoint and two more, by whether the first and the second part are compiled."""
     from megastable.config.run_config import run_as_dict
-    from megastable.engine import compiled_blocks
+    from megastable.engine import pipeline_module
     from megastable.engine.checkpoint import load_checkpoint, save_checkpoint
     from tests.support.steps import build_engine, train
 
-    compiled_blocks.BACKEND = "aot_eager"
+    pipeline_module.BACKEND = "aot_eager"
     results = {}
     for order in ((False, False), (False, True), (True, False)):
         runs = [tiny_run(megastable__model__num_layers=2, megastable__model__compile=compiled) for compiled in order]
@@ -99,6 +100,27 @@ def losses_across_checkpoints(folder: str) -> dict[str, list[float]]:
 def test_a_checkpoint_continues_with_and_without_compilation(tmp_path: Path) -> None:
     plain, *mixed = run_ranks(losses_across_checkpoints, world_size=1, folder=str(tmp_path))[0].values()
     assert all(losses == pytest.approx(plain, rel=1e-5) for losses in mixed)
+
+
+def graphs_of_many_sizes() -> int:
+    """Graphs that one block is compiled to for more micro-batch sizes than torch would keep forms of a function."""
+    import torch._dynamo
+
+    from megastable.engine import pipeline_module
+    from tests.support.steps import build_engine
+
+    pipeline_module.BACKEND = "eager"
+    torch._dynamo.config.recompile_limit = MANY_SIZES - 1  # torch's own is 8; fewer sizes take less time
+    _, engine = build_engine(tiny_run(megastable__model__num_layers=1, megastable__model__compile=True))
+    torch._dynamo.utils.counters.clear()
+    block = engine.deepspeed.module.forward_funcs[2]
+    for size in range(1, MANY_SIZES + 1):
+        block(torch.zeros(size, 16, 32))
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def test_more_micro_batch_sizes_than_torch_keeps_forms_are_compiled() -> None:
+    assert run_ranks(graphs_of_many_sizes, world_size=1) == [MANY_SIZES]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")

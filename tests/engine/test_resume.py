@@ -57,6 +57,7 @@ def interrupted_and_not(num_stages: int, folder: str) -> dict[str, Any]:
         checkpoints = Path(folder) / name
         published = save_checkpoint(engine, checkpoints, state, {}, "corpus")
         assert newest_complete(checkpoints, warn=print) == published == checkpoints / folder_name(SAVE_AT)
+        assert not (checkpoints / "latest").exists()
 
         plan, engine = build_engine(run)
         torch.manual_seed(99)  # a resumed process does not come with the right random state by chance

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from megastable.config import RunConfig
+from megastable.config.stages import StageCut
 from tests.support.ranks import run_ranks
 from tests.support.reference import train_reference
 from tests.support.steps import build_engine, train
@@ -100,14 +100,18 @@ PARTITIONS: dict[str, tuple[dict[str, Any], list[Any]]] = {
 }
 
 
-def steps_of_cuts(changes: dict[str, Any], partitions: list[Any]) -> list[list[dict[str, Any]]]:
-    """On every rank: the rows of each cut into as many stages as there are processes."""
-    world_size = int(os.environ["WORLD_SIZE"])
-    runs = [
-        tiny_run(**changes, megastable__pipeline={"num_stages": world_size, "partition": partition})
-        for partition in partitions
-    ]
-    return [train(*build_engine(run), NUM_STEPS)[1] for run in runs]
+def run_cut(changes: dict[str, Any], partition: Any) -> RunConfig:
+    return tiny_run(**changes, megastable__pipeline={"num_stages": 2, "partition": partition})
+
+
+def steps_of_cuts(changes: dict[str, Any], partitions: list[Any]) -> list[tuple[list[int], list[dict[str, Any]]]]:
+    """On every rank: the bounds of each cut into two stages, and its rows."""
+    results = []
+    for partition in partitions:
+        plan, engine = build_engine(run_cut(changes, partition))
+        bounds = [int(bound) for bound in engine.deepspeed.module.parts]
+        results.append((bounds, train(plan, engine, NUM_STEPS)[1]))
+    return results
 
 
 @pytest.mark.parametrize("variant", PARTITIONS)
@@ -115,7 +119,10 @@ def test_losses_do_not_depend_on_where_the_stages_are_cut(variant: str) -> None:
     changes, partitions = PARTITIONS[variant]
     by_rank = run_ranks(steps_of_cuts, 2, changes=changes, partitions=partitions)
     expected, _ = train_reference(tiny_run(**changes), NUM_STEPS)
-    for partition, rows in zip(partitions, by_rank[0], strict=True):
+    for partition, (bounds, rows) in zip(partitions, by_rank[0], strict=True):
+        settings = run_cut(changes, partition).megastable
+        cut = StageCut.of(settings.model, settings.pipeline, settings.tensor_parallel)
+        assert bounds == list(cut.bounds), partition
         assert [row["loss"] for row in rows] == pytest.approx([step.loss for step in expected], rel=1e-5), partition
         norms = [row["grad_norm"] for row in rows]
         assert norms == pytest.approx([step.grad_norm for step in expected], rel=1e-5), partition

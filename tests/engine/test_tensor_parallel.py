@@ -13,9 +13,9 @@ from deepspeed.runtime.pipe import schedule
 from torch import nn
 
 from megastable.engine.checkpoint import load_checkpoint, save_checkpoint
+from megastable.engine.instructions import accumulated_gradient
 from megastable.engine.tensor_group import ProcessTensorGroup
 from megastable.engine.training_engine import TrainingEngine
-from megastable.engine.upstream_fixes import accumulated_gradient
 from megastable.model.tensor_parallel import RowParallelLinear, Shard
 from tests.model.test_against_transformers import VOCAB_SIZE, bloom, gpt2, our_run
 from tests.support.ranks import run_ranks

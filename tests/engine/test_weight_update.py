@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 
 from megastable.engine.flat_partitions import FlatPartition
 from megastable.engine.weight_update import NORM_CHUNK, _squares
-from tests.support.ranks import run_bounded
 
 quick = settings(max_examples=25, deadline=None)
 
@@ -56,24 +54,3 @@ def test_every_element_is_counted_here_or_a_copy(
             seen[first:last] = [counts] * (last - first)
     assert seen == expected
     assert all(a[1] != b[0] for a, b in zip(partition.counted, partition.counted[1:], strict=False))
-
-
-FAULTS = """
-import resource, sys, torch
-from megastable.engine.host_memory import keep_freed_memory
-if sys.argv[1] == "keep": keep_freed_memory()
-for turn in range(8):
-    if turn == 4: before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    large = torch.ones(12_000_000)
-    larger = large + 1
-    del large, larger
-print("faults", resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
-def test_freed_memory_is_not_faulted_in_again() -> None:
-    def faults(mode: str) -> int:
-        return int(run_bounded([sys.executable, "-c", FAULTS, mode], 120).stdout.split("faults ")[-1])
-
-    assert faults("keep") < faults("leave") / 2

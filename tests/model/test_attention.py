@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megastable.model.attention import ATTENTION_BACKENDS, SelfAttention
-from megastable.model.positions import AttentionBias, RotaryTable
+from megastable.model.positions import POSITION_EMBEDDINGS, AttentionBias, alibi_slopes
 from megastable.model.tensor_parallel import OneProcess
 from tests.model.plain_attention import plain_attention, plain_rotation
 from tests.support.tiny_run import tiny_run
@@ -32,14 +32,18 @@ def self_attention(backend: str, positions: str = "learned", **model: Any) -> Se
     changes = {f"megastable__model__{key}": value for key, value in sizes.items()}
     run = tiny_run(**changes, megastable__model__attention=backend, megastable__model__position_embedding=positions)
     config = run.megastable.model
-    bias = AttentionBias(config.num_attention_heads if positions == "alibi" else None, OneProcess())
-    rotary = RotaryTable(config.head_dim, config.rotary_base) if positions == "rotary" else None
-    module = SelfAttention(config, bias, rotary, OneProcess())
+    module = SelfAttention(config, POSITION_EMBEDDINGS[positions](config, OneProcess()), OneProcess())
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(0.0, 0.3, generator=generator)
     return module
+
+
+def leave_projections_out(module: SelfAttention) -> None:
+    """Let the module take the fused queries, keys and values, and give what it attended to."""
+    for name in ("query_key_value", "output"):
+        setattr(module, name, torch.nn.Identity())
 
 
 def plain_self_attention(module: SelfAttention, x: Tensor, kv_heads: int, positions: str) -> Tensor:
@@ -48,9 +52,9 @@ def plain_self_attention(module: SelfAttention, x: Tensor, kv_heads: int, positi
     The rows of the fused projection are read one head at a time, in the order that the layout promises: for each
     key-value head its query heads, its key, its value.
     """
-    fused = torch.nn.functional.linear(
-        x.double(), module.query_key_value.weight.double(), module.query_key_value.bias.double()
-    )
+    into = module.query_key_value
+    assert into.bias is not None
+    fused = torch.nn.functional.linear(x.double(), into.weight.double(), into.bias.double())
     columns = list(fused.split(HEAD_DIM, dim=-1))
     q, k, v = [], [], []
     for _ in range(kv_heads):
@@ -75,7 +79,7 @@ def output_and_gradients(forward: Callable[[Tensor], Tensor], module: SelfAttent
     return [output.detach(), *torch.autograd.grad(loss, [x, *module.parameters()])]
 
 
-@pytest.mark.parametrize("positions", ["learned", "alibi", "rotary"])
+@pytest.mark.parametrize("positions", POSITION_EMBEDDINGS)
 @pytest.mark.parametrize("kv_heads", [1, 2, HEADS])
 def test_output_and_gradients_equal_the_plain_ones(backend: str, positions: str, kv_heads: int) -> None:
     module = self_attention(backend, positions, num_key_value_heads=kv_heads)
@@ -103,7 +107,7 @@ def test_sixteen_bits_follow_the_plain_output(
     generator = torch.Generator().manual_seed(14)
     q, k, v = (torch.randn(2, HEADS, SEQ_LENGTH, HEAD_DIM, generator=generator).to(dtype) for _ in range(3))
     expected = plain_attention(q, k, v, slopes)
-    bias, scale = AttentionBias(None if slopes is None else HEADS, OneProcess()), HEAD_DIM**-0.25
+    bias, scale = AttentionBias(None if slopes is None else alibi_slopes(HEADS)), HEAD_DIM**-0.25
     found = ATTENTION_BACKENDS[backend](q * scale, k * scale, v, bias, 0.0)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
@@ -131,7 +135,7 @@ def test_fp16_stays_finite_where_the_unscaled_product_overflows(
     )
     groups = zip(q.chunk(kv_heads, dim=1), k.split(1, dim=1), v.split(1, dim=1), strict=True)
     fused = torch.cat([part.transpose(1, 2).flatten(2) for group in groups for part in group], dim=-1)
-    module.query_key_value, module.output = torch.nn.Identity(), torch.nn.Identity()
+    leave_projections_out(module)
     fused16 = fused.half().requires_grad_()
     found = module(fused16)
 
@@ -164,7 +168,7 @@ def test_queries_and_keys_share_the_scale_evenly(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setitem(ATTENTION_BACKENDS, "math", spy)
     module = self_attention("math", hidden_size=16, num_attention_heads=1)
-    module.query_key_value, module.output = torch.nn.Identity(), torch.nn.Identity()
+    leave_projections_out(module)
     fused = torch.randn(1, 5, 3 * 16, generator=torch.Generator().manual_seed(18))
     module(fused)
     for found, given, factor in zip(handed_over, fused.chunk(3, dim=-1), (0.5, 0.5, 1.0), strict=True):
@@ -176,7 +180,7 @@ def test_the_alibi_bias_is_not_scaled(backend: str) -> None:
     values = torch.eye(SEQ_LENGTH, HEAD_DIM)
     fused = torch.zeros(1, SEQ_LENGTH, HEADS, 3, HEAD_DIM)  # q = k = 0: what is left of the scores is the bias
     fused[..., 2, :] = values[None, :, None, :]
-    module.query_key_value, module.output = torch.nn.Identity(), torch.nn.Identity()
+    leave_projections_out(module)
     attended = module(fused.flatten(2)).view(SEQ_LENGTH, HEADS, HEAD_DIM)
     for head, slope in enumerate(ALIBI_SLOPES):
         for query in range(SEQ_LENGTH):

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from megastable.core.labels import IGNORED_LABEL
 from megastable.model.attention import SelfAttention, math_attention, soft_cap
 from megastable.model.loss import token_losses
-from megastable.model.positions import AttentionBias
+from megastable.model.positions import POSITION_EMBEDDINGS
+from megastable.model.residual_stream import NORMS
 from megastable.model.tensor_parallel import OneProcess
 from tests.support.reference import ReferenceModel
 from tests.support.tiny_run import tiny_run
@@ -21,7 +22,7 @@ def largest_logit(scale_of_input: float, **model: Any) -> float:
     """The largest scaled product of a query and a key for an input of this scale."""
     config = tiny_run(**{f"megastable__model__{key}": value for key, value in model.items()}).megastable.model
     torch.manual_seed(3)
-    attention = SelfAttention(config, AttentionBias(None, OneProcess()), None, OneProcess())
+    attention = SelfAttention(config, POSITION_EMBEDDINGS["learned"](config, OneProcess()), OneProcess())
     torch.nn.init.normal_(attention.query_key_value.weight)
     seen: list[float] = []
 
@@ -34,7 +35,7 @@ def largest_logit(scale_of_input: float, **model: Any) -> float:
     return seen[0]
 
 
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("norm", NORMS)
 def test_normed_queries_and_keys_bound_the_logits_whatever_the_input(norm: str) -> None:
     head_dim = 8
     bound = head_dim**0.5 * 1.001  # |q| and |k| are sqrt(head_dim) each, over sqrt(head_dim)
@@ -51,8 +52,9 @@ def test_a_soft_cap_keeps_small_values_and_bounds_large_ones() -> None:
 def test_capped_attention_caps_before_the_bias(backend: str) -> None:
     changes = {"megastable__model__attention_logit_cap": 2.0, "megastable__model__attention": backend}
     config = tiny_run(**changes).megastable.model
-    bias = AttentionBias(4, OneProcess())
-    attention = SelfAttention(config, bias, None, OneProcess())
+    positions = POSITION_EMBEDDINGS["alibi"](config, OneProcess())
+    attention = SelfAttention(config, positions, OneProcess())
+    bias = positions.bias
     q, k, v = (3 * torch.randn(1, 4, 16, 8, generator=torch.Generator().manual_seed(s)) for s in range(3))
     scores = 2.0 * torch.tanh(q @ k.transpose(-1, -2) / 2.0) + bias.get(16, q.device, torch.float32)
     torch.testing.assert_close(attention.backend(q, k, v, bias, 0.0), scores.softmax(-1) @ v)

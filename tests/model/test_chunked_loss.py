@@ -41,6 +41,13 @@ def model_and_loss(chunk_tokens: int | None, z_loss: float = 0.0, **changes: Any
     return ReferenceModel(run), token_mean_loss(300, OneProcess(), z_loss, chunk_tokens)
 
 
+def gradients_of(model: ReferenceModel) -> list[Tensor]:
+    """Of every parameter, all of which have one."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert len(gradients) == len(list(model.parameters()))
+    return gradients
+
+
 def loss_and_gradients(
     chunk_tokens: int | None,
     dtype: torch.dtype = torch.float32,
@@ -53,7 +60,7 @@ def loss_and_gradients(
     ids, labels = ids_and_labels()
     loss = loss_of(model.to(dtype)(ids), (labels, torch.tensor(35.0)))
     (loss * scale).backward()
-    return loss.item(), [parameter.grad for parameter in model.parameters()]
+    return loss.item(), gradients_of(model)
 
 
 @on_each_head
@@ -85,7 +92,7 @@ def test_a_micro_batch_without_counted_labels_gives_0() -> None:
     ids, labels = ids_and_labels()
     loss = loss_of(model(ids), (torch.full_like(labels, IGNORED_LABEL), torch.tensor(35.0)))
     loss.backward()
-    assert loss.item() == 0.0 and not any(parameter.grad.any() for parameter in model.parameters())
+    assert loss.item() == 0.0 and not any(gradient.any() for gradient in gradients_of(model))
 
 
 @on_each_head

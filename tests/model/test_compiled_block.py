@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megastable.core.layers import LayerKind
 from megastable.model import products
 from megastable.model.block import TransformerBlock
 from megastable.model.layers import gpt_layers
@@ -32,7 +33,8 @@ BLOCKS: dict[str, dict[str, Any]] = {
 def blocks_of(dtype: torch.dtype, **changes: Any) -> list[nn.Module]:
     """Two blocks whose tables have been made."""
     layers = gpt_layers(tiny_run(**changes), OneProcess())
-    blocks = [layer.build(tiny_run(**changes)).to(dtype) for layer in layers if layer.name in ("block_0", "block_1")]
+    first_two = [layer for layer in layers if layer.kind is LayerKind.BLOCK][:2]
+    blocks = [layer.build(tiny_run(**changes)).to(dtype) for layer in first_two]
     assert all(isinstance(block, TransformerBlock) for block in blocks)
     output_and_gradients(blocks, dtype)
     return blocks

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megastable.config import RunConfig
 from megastable.core.init_std import INIT_SCHEMES
+from megastable.core.model_parts import NORM_KINDS
 from megastable.model.initialise import draw_weights
 from megastable.model.layers import gpt_layers
 from megastable.model.tensor_parallel import ColumnParallelLinear, OneProcess, RowParallelLinear, Shard
@@ -80,17 +81,18 @@ def test_the_std_at_the_width_and_depth_of_a_reported_fault() -> None:
     run = run_with("transformers_without_tears", megastable__model__hidden_size=4096, megastable__model__num_layers=32)
     one = OneProcess()
     into = ColumnParallelLinear(Shard.even((4096, 64), 0, one), one)
-    module = nn.ModuleDict({"input": into, "output": RowParallelLinear(4096, 64, one)})
-    draw_weights(module, 5, run)
-    assert module["input"].weight.std().item() == pytest.approx(0.009882, rel=0.01)
-    assert module["output"].weight.std().item() == pytest.approx(0.009882 / 8, rel=0.01)
+    out_of = RowParallelLinear(4096, 64, one)
+    draw_weights(nn.ModuleDict({"input": into, "output": out_of}), 5, run)
+    assert into.weight.std().item() == pytest.approx(0.009882, rel=0.01)
+    assert out_of.weight.std().item() == pytest.approx(0.009882 / 8, rel=0.01)
 
 
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("norm", NORM_KINDS)
 def test_biases_are_0_and_norms_1(norm: str) -> None:
     run = tiny_run(megastable__model__norm=norm, megastable__model__embedding_norm=True)
     vectors = [(name, weight) for name, weight in ReferenceModel(run).named_parameters() if weight.dim() == 1]
-    assert len(vectors) == 4 * (4 + 2 * (1 + (norm == "layernorm"))) + 2 * (1 + (norm == "layernorm"))
+    of_norm = {"layernorm": 2, "rmsnorm": 1}[norm]
+    assert len(vectors) == 4 * (4 + 2 * of_norm) + 2 * of_norm
     for name, vector in vectors:
         expected = 1.0 if name.endswith("norm.weight") else 0.0
         assert (vector == expected).all(), name

@@ -34,11 +34,12 @@ def test_names_classes_and_weights_are_those_of_the_built_layers(model: str) -> 
     cut = StageCut.of(sections.model, sections.pipeline, sections.tensor_parallel)
     built = [(layer, list(layer.build(run).parameters())) for layer in gpt_layers(run, OneProcess())]
     assert [
-        (layer.name, layer.class_name, layer.num_parameters, layer.has_matrices, layer.has_vectors)
+        (layer.name, layer.kind, layer.class_name, layer.num_parameters, layer.has_matrices, layer.has_vectors)
         for layer in cut.layers
     ] == [
         (
             layer.name,
+            layer.kind,
             layer.module_class.__name__,
             sum(weight.numel() for weight in weights),
             any(weight.dim() > 1 for weight in weights),

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megastable.model.attention import ATTENTION_BACKENDS
-from megastable.model.positions import AttentionBias, RotaryTable, alibi_slopes
-from megastable.model.tensor_parallel import OneProcess
+from megastable.model.positions import POSITION_EMBEDDINGS, AttentionBias, RotaryTable, alibi_slopes
 from tests.model.plain_attention import plain_rotation
 from tests.support.reference import ReferenceModel
 from tests.support.tiny_run import tiny_run
@@ -41,8 +40,8 @@ def test_the_slopes_of_bloom_176b() -> None:
 
 
 def test_the_bias_is_minus_slope_times_distance_and_hides_the_future() -> None:
-    causal = AttentionBias(None, OneProcess()).get(5, torch.device("cpu"), torch.float32)
-    alibi = AttentionBias(6, OneProcess()).get(5, torch.device("cpu"), torch.float32)
+    causal = AttentionBias().get(5, torch.device("cpu"), torch.float32)
+    alibi = AttentionBias(alibi_slopes(6)).get(5, torch.device("cpu"), torch.float32)
     assert (causal.shape, alibi.shape) == ((1, 5, 5), (6, 5, 5))
     for query in range(5):
         for key in range(5):
@@ -86,7 +85,7 @@ def model_logits(model: ReferenceModel, token_ids: Tensor) -> Tensor:
         return model(token_ids)[0]
 
 
-@pytest.mark.parametrize("positions", ["learned", "rotary", "alibi"])
+@pytest.mark.parametrize("positions", POSITION_EMBEDDINGS)
 @pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
 def test_a_token_never_changes_the_logits_before_it(positions: str, backend: str) -> None:
     run = tiny_run(megastable__model__position_embedding=positions, megastable__model__attention=backend)
@@ -101,7 +100,7 @@ def test_a_token_never_changes_the_logits_before_it(positions: str, backend: str
         assert ((after[position:] - before[position:]).abs().amax(dim=-1) > 1e-6).all(), "the token had no effect"
 
 
-@pytest.mark.parametrize("positions", ["learned", "rotary", "alibi"])
+@pytest.mark.parametrize("positions", POSITION_EMBEDDINGS)
 def test_the_order_of_earlier_tokens_matters(positions: str) -> None:
     run = tiny_run(megastable__model__position_embedding=positions)
     model = ReferenceModel(run)

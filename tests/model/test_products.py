@@ -30,7 +30,7 @@ def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def test_a_product_is_the_exact_one_rounded_once(emulated: bool, dtype: torch.dtype) -> None:
     x, weight, bias, gradient = operands(dtype)
     exact_x, exact_weight, exact_bias, exact_gradient = (t.double() for t in (x, weight, bias, gradient))
-    tolerance = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-2 if dtype in SIXTEEN_BITS else 1e-4}
+    relative, absolute = 2 * torch.finfo(dtype).eps, 1e-2 if dtype in SIXTEEN_BITS else 1e-4
     pairs = [
         (products.linear(x, weight, bias), torch.nn.functional.linear(exact_x, exact_weight, exact_bias)),
         (products.product(gradient, weight), exact_gradient @ exact_weight),
@@ -38,7 +38,7 @@ def test_a_product_is_the_exact_one_rounded_once(emulated: bool, dtype: torch.dt
     ]
     for result, exact in pairs:
         assert result.dtype == dtype
-        torch.testing.assert_close(result.double(), exact, **tolerance)
+        torch.testing.assert_close(result.double(), exact, rtol=relative, atol=absolute)
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
@@ -47,7 +47,12 @@ def test_only_what_is_16_bits_wide_is_kept_for_the_backward_pass(emulated: bool,
     x.requires_grad_()
     weight.requires_grad_()
     kept: list[torch.dtype] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor.dtype)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = products.differentiable_linear(x, weight)
     y.backward(gradient)
     assert set(kept) == {dtype}

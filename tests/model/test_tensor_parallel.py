@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megastable.model.block import TransformerBlock
-from megastable.model.positions import AttentionBias
+from megastable.model.positions import POSITION_EMBEDDINGS
 from megastable.model.tensor_parallel import ColumnParallelLinear, OneProcess, Shard, Work
 from tests.support.tiny_run import tiny_run
 
@@ -46,7 +46,7 @@ class RecordedProducts(TorchDispatchMode):
 def test_a_half_block_sums_once_in_each_direction() -> None:
     model = tiny_run(megastable__model__activation="swiglu").megastable.model
     group = RecordingGroup()
-    block = TransformerBlock(model, AttentionBias(None, group), None, group)
+    block = TransformerBlock(model, POSITION_EMBEDDINGS["learned"](model, group), group)
     output = block(torch.randn(2, model.seq_length, model.hidden_size, requires_grad=True))
     assert group.events.count("start") == 2
     output.sum().backward()

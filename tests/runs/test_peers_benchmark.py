@@ -10,14 +10,23 @@ import pytest
 from tests.support.scripts import STARTS, Start, run_script
 
 CANDIDATES = ("megastable", "DeepSpeed", "DeepSpeed fused", "torch 1F1B", "torch ZBV", "one process")
+TOY = "toy"
 TINY = ["benchmarks/peers/run.py", "--layers", "4", "--hidden", "64", "--seq-length", "32"]
 
 
-def test_loss_curves_of_all_candidates_are_equal() -> None:
+def add_toy_engine() -> None:
+    """Add a candidate as anybody would: how it is built, and its line."""
+    from own_engine import Megastable
+    from trainers import PEERS
+
+    PEERS[TOY] = lambda settings, bounds: Megastable(settings)
+
+
+def test_loss_curves_of_all_candidates_are_equal_and_of_one_that_is_added() -> None:
     """Across a change of the number of micro-batches; the script itself fails beyond its tolerance."""
-    finished = run_script([*TINY, "--check", "--rounds", "4"], world_size=2)
+    finished = run_script([*TINY, "--check", "--rounds", "4"], world_size=2, first=add_toy_engine)
     assert finished.exit_codes == [0, 0], finished.output[-4000:]
-    for name in CANDIDATES[:-1]:
+    for name in (*CANDIDATES[:-1], TOY):
         assert f"  {name:16} " in finished.outputs[0], finished.output[-4000:]
 
 

@@ -12,15 +12,15 @@ import torch.distributed
 
 from megastable.config import RunConfig
 from megastable.core.records import TrainingState
+from megastable.engine.device import allow_fp16_on_cpu
 from megastable.engine.training_engine import TrainingEngine
-from megastable.engine.upstream_fixes import check_fp16_support
 from megastable.planning.run_plan import RunPlan
 from tests.support.tokens import micro_batches
 
 
 def build_engine(run: RunConfig) -> tuple[RunPlan, TrainingEngine]:
     """The real engine of ``run`` on the world of this process."""
-    check_fp16_support(run)
+    allow_fp16_on_cpu(run)
     plan = RunPlan.of(run, torch.distributed.get_world_size())
     return plan, TrainingEngine(run, plan.layout, plan.ramp, Path(tempfile.gettempdir()))
 

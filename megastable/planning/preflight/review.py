@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from megastable.config import Fault, ModelConfig, RunConfig
 from megastable.config.reading.faults import NO_VALUE, short_json
 from megastable.config.stages import model_parts, model_shape
-from megastable.core.model_parts import num_parameters
+from megastable.core.layers import num_parameters
 from megastable.planning.run_plan import RunPlan
 
 Level = Literal["error", "warning", "note"]

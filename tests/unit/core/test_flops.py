@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.core.flops import ATTENTION, BLOCK, FEED_FORWARD, ModelShape, Recomputation, tflops_per_device
+from megastable.core.model_parts import FEED_FORWARD_KINDS
 
 quick = settings(max_examples=25, deadline=None)  # no deadline: the machine may be busy
 
@@ -17,7 +18,7 @@ TINY = ModelShape(
     num_attention_heads=2,
     num_key_value_heads=2,
     ffn_hidden_size=16,
-    gated_ffn=False,
+    feed_forward=FEED_FORWARD_KINDS["gelu"],
     seq_length=3,
     vocab_size=5,
     padded_vocab_size=8,
@@ -28,7 +29,7 @@ BLOOM = ModelShape(
     num_attention_heads=112,
     num_key_value_heads=112,
     ffn_hidden_size=4 * 14_336,
-    gated_ffn=False,
+    feed_forward=FEED_FORWARD_KINDS["gelu"],
     seq_length=2048,
     vocab_size=250_880,
     padded_vocab_size=250_880,
@@ -53,7 +54,7 @@ def test_gelu_block_by_hand() -> None:
 
 
 def test_swiglu_block_by_hand() -> None:
-    shape = replace(TINY, gated_ffn=True)  # gate, up and down
+    shape = replace(TINY, feed_forward=FEED_FORWARD_KINDS["swiglu"])  # gate, up and down
     assert shape.block_forward_flops == 96 + 96 + 96 + 96 + 72 + 72 + 384 + 384 + 384 == 1680
     assert shape.model_flops_per_sample == 3 * (1680 + 1680 + 120) == 10_440
 
@@ -112,7 +113,7 @@ def model_shapes(draw: st.DrawFn) -> ModelShape:
         num_attention_heads=heads,
         num_key_value_heads=key_value_heads,
         ffn_hidden_size=draw(st.integers(1, 99)),
-        gated_ffn=draw(st.booleans()),
+        feed_forward=FEED_FORWARD_KINDS[draw(st.sampled_from(sorted(FEED_FORWARD_KINDS)))],
         seq_length=draw(st.integers(1, 50)),
         vocab_size=vocab,
         padded_vocab_size=vocab + draw(st.integers(0, 50)),
@@ -128,7 +129,7 @@ def block_products(shape: ModelShape) -> list[tuple[int, int, int]]:
         *[(tokens, hidden, head_dim)] * shape.num_key_value_heads * 2,  # keys and values
         *[(tokens, head_dim, tokens), (tokens, tokens, head_dim)] * shape.num_attention_heads,
         (tokens, hidden, hidden),  # attention output
-        *[(tokens, hidden, ffn)] * (2 if shape.gated_ffn else 1),
+        *[(tokens, hidden, ffn)] * shape.feed_forward.input_projections,
         (tokens, ffn, hidden),
     ]
 

@@ -11,7 +11,7 @@ from megastable.core.init_std import INIT_SCHEMES, MatrixSize, residual_output_s
 quick = settings(max_examples=25, deadline=None)  # no deadline: the machine may be busy
 
 # Rows for each scheme: (hidden size, fixed std, expected std) of a square matrix.
-PUBLISHED = {
+PUBLISHED: dict[str, list[tuple[int, float | None, float]]] = {
     "fixed": [(14_336, 0.0048, 0.0048), (128, 0.02, 0.02)],
     "transformers_without_tears": [(4096, None, 0.00988), (1024, None, 0.01976)],
     "megatron_530b": [(14_336, None, 0.00482), (20_480, None, 0.004034), (4096, None, 0.00902)],

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from megastable.core.activations import ActivationSettings, activation_bytes, block_bytes_per_token
 from megastable.core.flops import ATTENTION, BLOCK, FEED_FORWARD, HALVES, ModelShape, Recomputation
+from megastable.core.layers import LayerKind, StageLayers, flat_layers, num_parameters, stage_parameters
 from megastable.core.memory import COPIES_CHECK_BYTES, MemoryUse, NumberFormat, memory_use
-from megastable.core.model_parts import ModelParts, StageLayers, num_parameters, stage_parameters
-from megastable.core.partition import flat_layers
+from megastable.core.model_parts import ATTENTION_KINDS, ModelParts
 from megastable.planning.number_formats import FORMATS
 from tests.unit.core.test_flops import BLOOM
+from tests.unit.core.test_layers import PLAIN, any_parts
 
 quick = settings(max_examples=25, deadline=None)
-PARTS = ModelParts(tie_embeddings=True, learned_positions=False, embedding_norm=True, norm_has_bias=True, qk_norm=False)
+PARTS = replace(PLAIN, embedding_norm=True)
 KINDS = st.sampled_from([(), (ATTENTION,), (FEED_FORWARD,), HALVES, (BLOCK,)])
 MIDDLE = StageLayers.blocks(6)
 SMALL_VOCABULARY = replace(BLOOM, vocab_size=1024, padded_vocab_size=1024)
@@ -82,12 +83,18 @@ def test_memory_grows_with_weights_and_activations_and_falls_with_replicas(
 
 def test_a_block_of_multi_head_attention_keeps_18_elements_a_token_and_hidden_unit() -> None:
     log_sums = 4 * BLOOM.num_attention_heads
-    assert block_bytes_per_token(BLOOM, BF16) == 18 * BLOOM.hidden_size * 2 + log_sums
+    assert block_bytes_per_token(BLOOM, PARTS, BF16) == 18 * BLOOM.hidden_size * 2 + log_sums
 
 
 def activations(shape: ModelShape = BLOOM, stage: StageLayers = MIDDLE, batch: Any = (1, 4), **changes: Any) -> float:
     """Of a middle stage with changes; ``batch`` is micro-batch size and how many are in flight."""
     return activation_bytes(shape, PARTS, stage, replace(BF16, **changes), *batch)
+
+
+def with_plain_attention(shape: ModelShape, stage: StageLayers, batch: tuple[int, int], **changes: Any) -> float:
+    """The same of a model whose attention weights are kept."""
+    parts = replace(PARTS, attention=ATTENTION_KINDS["math"])
+    return activation_bytes(shape, parts, stage, replace(BF16, **changes), *batch)
 
 
 @quick
@@ -110,7 +117,10 @@ def test_activations_grow_with_what_makes_them(
     assert own(layers=replace(stage, num_blocks=5)) > own()
     assert own(element_bytes=4) > own()
     assert own(dropout=True) >= own()
-    assert own(math_attention=True) > own()
+    kept_weights = with_plain_attention(
+        SMALL_VOCABULARY, stage, (size, in_flight), recomputed=recomputed, tensor_parallel_size=ranks
+    )
+    assert kept_weights > own()
     assert own(tensor_parallel_size=2 * ranks) < own()
     if ranks > 1:
         assert own(sequence_parallel=True) < own()
@@ -125,7 +135,7 @@ def test_recomputation_keeps_the_inputs_of_blocks_alone() -> None:
         return activations(batch=(1, 9), recomputed=recomputed) - activations(batch=(1, 8), recomputed=recomputed)
 
     stream = BLOOM.seq_length * BLOOM.hidden_size * 2
-    whole = 6 * BLOOM.seq_length * block_bytes_per_token(BLOOM, BF16)
+    whole = 6 * BLOOM.seq_length * block_bytes_per_token(BLOOM, PARTS, BF16)
     assert of_one_more(recomputed=(BLOCK,)) == (6 + 1) * stream  # six inputs, and what was sent
     assert of_one_more(recomputed=()) == whole + stream
     assert of_one_more(recomputed=HALVES) == (2 * 6 + 1) * stream  # the middle of every block, too
@@ -135,16 +145,13 @@ def test_recomputation_keeps_the_inputs_of_blocks_alone() -> None:
 
 
 @quick
-@given(st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.integers(1, 11))
-def test_stages_hold_the_whole_model_wherever_it_is_cut_and_a_tied_head_is_a_copy(
-    tied: bool, learned: bool, embedding_norm: bool, bias: bool, qk_norm: bool, cut: int
-) -> None:
+@given(any_parts(), st.integers(1, 11))
+def test_stages_hold_the_whole_model_wherever_it_is_cut_and_a_tied_head_is_a_copy(parts: ModelParts, cut: int) -> None:
     shape = replace(BLOOM, num_layers=8)
-    parts = ModelParts(tied, learned, embedding_norm, bias, qk_norm)
-    names = [layer.name for layer in flat_layers(shape, parts, Recomputation())]
-    halves = (StageLayers.of(names[:cut]), StageLayers.of(names[cut:]))
+    kinds = [layer.kind for layer in flat_layers(shape, parts, Recomputation())]
+    halves = (StageLayers.of(kinds[:cut]), StageLayers.of(kinds[cut:]))
     whole = num_parameters(shape, parts)
-    copied = shape.padded_vocab_size * shape.hidden_size if tied else 0
+    copied = shape.padded_vocab_size * shape.hidden_size if parts.tie_embeddings else 0
     assert sum(stage_parameters(shape, parts, half) for half in halves) == whole + copied
 
 
@@ -155,16 +162,16 @@ def test_tensor_ranks_share_matrices_and_keep_norms_and_row_biases_whole() -> No
 
 
 def test_a_stage_of_final_norm_and_head_keeps_their_inputs_and_works_with_no_block() -> None:
-    ends = StageLayers.of(["final_norm", "head"])
+    ends = StageLayers.of([LayerKind.FINAL_NORM, LayerKind.HEAD])
     stream = BLOOM.seq_length * BLOOM.hidden_size * 2
     assert activations(stage=ends, batch=(1, 2)) - activations(stage=ends, batch=(1, 1)) == 2 * stream
-    with_block = StageLayers.of(["block_0", "final_norm", "head"])
+    with_block = StageLayers.of([LayerKind.BLOCK, LayerKind.FINAL_NORM, LayerKind.HEAD])
     assert activations(stage=ends, recomputed=(BLOCK,)) < activations(stage=with_block, recomputed=(BLOCK,))
     assert stage_parameters(BLOOM, PARTS, ends) == (BLOOM.padded_vocab_size + 2) * BLOOM.hidden_size
 
 
 def test_a_stage_of_the_embedding_alone_keeps_what_it_sends_and_its_norm_the_input() -> None:
-    ends = StageLayers.of(["embedding", "embedding_finish"])
+    ends = StageLayers.of([LayerKind.EMBEDDING, LayerKind.EMBEDDING_FINISH])
     stream = BLOOM.seq_length * BLOOM.hidden_size * 2
     one = activations(SMALL_VOCABULARY, ends, batch=(1, 9)) - activations(SMALL_VOCABULARY, ends, batch=(1, 8))
     assert one == 2 * stream

@@ -1,29 +1,40 @@
-"""The number of weights: a small case by hand, and published totals of models of exactly these parts."""
+"""The kinds of parts: what their numbers have to be, and which backend runs under a cap."""
 
-from dataclasses import replace
+from __future__ import annotations
 
-from megastable.core.model_parts import ModelParts, num_parameters
-from tests.unit.core.test_flops import BLOOM, TINY
+import pytest
 
-PLAIN = ModelParts(
-    tie_embeddings=True, learned_positions=False, embedding_norm=False, norm_has_bias=True, qk_norm=False
+from megastable.core.model_parts import (
+    ATTENTION_KINDS,
+    CAPPED_ATTENTION,
+    FEED_FORWARD_KINDS,
+    NORM_KINDS,
+    executed_attention,
 )
-EMBEDDING = 8 * 4
-BLOCK = (3 * 16 + 3 * 4) + (16 + 4) + (4 * 16 + 16) + (16 * 4 + 4) + 2 * 8  # q k v, output, up, down, two norms
 
 
-def test_every_part_by_hand() -> None:
-    plain = EMBEDDING + 2 * BLOCK + 8
-    assert num_parameters(TINY, PLAIN) == plain
-    assert num_parameters(TINY, replace(PLAIN, tie_embeddings=False)) == plain + EMBEDDING
-    assert num_parameters(TINY, replace(PLAIN, learned_positions=True)) == plain + 3 * 4
-    assert num_parameters(TINY, replace(PLAIN, embedding_norm=True)) == plain + 8
-    assert num_parameters(TINY, replace(PLAIN, norm_has_bias=False)) == plain - 5 * 4
-    assert num_parameters(TINY, replace(PLAIN, qk_norm=True)) == plain + 2 * 2 * 2 * (4 // TINY.num_attention_heads)
-    assert num_parameters(replace(TINY, gated_ffn=True), PLAIN) == plain + 2 * (4 * 16 + 16)
-    assert num_parameters(replace(TINY, num_key_value_heads=1), PLAIN) == plain - 2 * (16 + 4)
+@pytest.mark.parametrize(
+    ("name", "hidden_size", "inner"),
+    [("gelu", 768, 3072), ("swiglu", 768, 2048), ("swiglu", 4096, 10_944), ("swiglu", 32, 128), ("gelu", 1, 4)],
+)
+def test_default_inner_sizes(name: str, hidden_size: int, inner: int) -> None:
+    """SwiGLU's is 8/3 of the width, rounded up to a multiple of 64: 4096 * 8/3 is 10,922.7."""
+    assert FEED_FORWARD_KINDS[name].default_inner_size(hidden_size) == inner
 
 
-def test_bloom_has_its_published_number() -> None:
-    """176,247,271,424: BLOOM's model card."""
-    assert num_parameters(BLOOM, replace(PLAIN, embedding_norm=True)) == 176_247_271_424
+@pytest.mark.parametrize("name", FEED_FORWARD_KINDS)
+def test_default_inner_sizes_give_kinds_about_the_same_number_of_weights(name: str) -> None:
+    kind = FEED_FORWARD_KINDS[name]
+    assert (kind.input_projections + 1) * kind.default_inner_size(8192) == pytest.approx(8 * 8192, rel=0.01)
+
+
+def test_a_norm_without_a_fused_kernel_keeps_its_normed_values() -> None:
+    kept = {name: [kind.keeps_normed_values(on_cpu) for on_cpu in (True, False)] for name, kind in NORM_KINDS.items()}
+    assert kept == {"layernorm": [False, False], "rmsnorm": [True, False]}
+
+
+@pytest.mark.parametrize("name", ATTENTION_KINDS)
+def test_a_cap_is_computed_by_the_one_backend_that_keeps_its_weights(name: str) -> None:
+    assert executed_attention(name, None) is ATTENTION_KINDS[name]
+    assert executed_attention(name, 30.0) is ATTENTION_KINDS[CAPPED_ATTENTION]
+    assert ATTENTION_KINDS[CAPPED_ATTENTION].keeps_weights and ATTENTION_KINDS[CAPPED_ATTENTION].allows_logit_cap

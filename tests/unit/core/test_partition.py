@@ -1,4 +1,4 @@
-"""Cuts into stages: every layer once, every stage legal, and no cut that is cheaper at its dearest stage."""
+"""Cuts into stages: every layer once, every stage legal, and no cut whose most expensive stage is cheaper."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.core.flops import ATTENTION, BLOCK, FEED_FORWARD, HALVES, Recomputation
-from megastable.core.model_parts import ModelParts, num_parameters
+from megastable.core.layers import FlatLayer, LayerKind, flat_layers
 from megastable.core.partition import (
     PARTITIONS,
-    FlatLayer,
-    describe_stage,
-    flat_layers,
     illegal_stages,
     imbalance,
     least_largest_sum,
@@ -24,26 +21,23 @@ from megastable.core.partition import (
     stage_costs,
 )
 from tests.unit.core.test_flops import BLOOM
+from tests.unit.core.test_layers import PLAIN, any_parts
 
 quick = settings(max_examples=25, deadline=None)
-PARTS = ModelParts(
-    tie_embeddings=True, learned_positions=False, embedding_norm=False, norm_has_bias=True, qk_norm=False
-)
 costs = st.lists(st.integers(0, 30), min_size=1, max_size=9) | st.lists(st.integers(0, 2), min_size=4, max_size=9)
 
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[FlatLayer, ...]:
-    """The layers of models whose head is cheap or dear beside a block."""
+    """The layers of models whose head is cheap or expensive beside a block."""
     shape = replace(
         BLOOM,
         num_layers=draw(st.integers(1, 20)),
         padded_vocab_size=1024 * draw(st.integers(1, 3000)),
         seq_length=draw(st.sampled_from([128, 2048, 65_536])),
     )
-    flags = [draw(st.booleans()) for _ in range(5)]
     recomputed = Recomputation(draw(st.sampled_from([(), (ATTENTION,), (FEED_FORWARD,), HALVES, (BLOCK,)])))
-    return flat_layers(shape, ModelParts(*flags), recomputed)
+    return flat_layers(shape, draw(any_parts()), recomputed)
 
 
 def all_cuts(count: int, num_parts: int) -> list[tuple[int, ...]]:
@@ -83,7 +77,7 @@ def test_balanced_is_legal_and_never_worse_than_another_legal_cut(
     assert (bounds[0], bounds[-1], len(bounds)) == (0, len(layers), num_stages + 1)
     assert list(bounds) == sorted(set(bounds))
     assert illegal_stages(layers, bounds) == []
-    dearest = max(stage_costs(layers, bounds))
+    highest = max(stage_costs(layers, bounds))
     others = [stage_bounds(layers, num_stages, method) for method in ("uniform", "parameters", "type:block")]
     for index in range(1, num_stages):  # one boundary, one layer further
         others += [tuple(b + move * (i == index) for i, b in enumerate(bounds)) for move in (-1, 1)]
@@ -91,7 +85,7 @@ def test_balanced_is_legal_and_never_worse_than_another_legal_cut(
     ends = [layers[0].cost + layers[1].cost, layers[-2].cost]
     for other in others:
         if not illegal_stages(layers, other):
-            assert dearest <= max(stage_costs(layers, other)) + max(ends)
+            assert highest <= max(stage_costs(layers, other)) + max(ends)
 
 
 @quick
@@ -108,12 +102,13 @@ def test_every_method_covers_all_layers_in_order(layers: tuple[FlatLayer, ...], 
 @quick
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any))
 def test_a_list_counts_blocks_and_the_ends_stay_at_the_ends(counts: list[int]) -> None:
-    layers = flat_layers(replace(BLOOM, num_layers=sum(counts)), PARTS, Recomputation())
+    layers = flat_layers(replace(BLOOM, num_layers=sum(counts)), PLAIN, Recomputation())
     bounds = stage_bounds(layers, len(counts), tuple(counts))
-    held = [[layer.name for layer in layers[start:stop]] for start, stop in pairwise(bounds)]
-    assert [sum(name.startswith("block_") for name in names) for names in held] == counts
-    assert [name for names in held for name in names] == [layer.name for layer in layers]
-    assert held[0][:2] == ["embedding", "embedding_finish"] and held[-1][-2:] == ["final_norm", "head"]
+    held = [[layer.kind for layer in layers[start:stop]] for start, stop in pairwise(bounds)]
+    assert [kinds.count(LayerKind.BLOCK) for kinds in held] == counts
+    assert [kind for kinds in held for kind in kinds] == [layer.kind for layer in layers]
+    assert held[0][:2] == [LayerKind.EMBEDDING, LayerKind.EMBEDDING_FINISH]
+    assert held[-1][-2:] == [LayerKind.FINAL_NORM, LayerKind.HEAD]
     empty = [stage for stage, blocks in enumerate(counts) if blocks == 0 and stage != len(counts) - 1]
     assert illegal_stages(layers, bounds) == empty
 
@@ -124,15 +119,15 @@ def test_a_stage_is_legal_where_it_has_matrices_and_vectors(layers: tuple[FlatLa
     for bounds in all_cuts(len(layers), min(num_stages, 2)):
         illegal = illegal_stages(layers, bounds)
         for stage, (start, stop) in enumerate(pairwise(bounds)):
-            names = [layer.name for layer in layers[start:stop]]
-            if any(name.startswith("block_") for name in names) or {"final_norm", "head"} <= set(names):
+            kinds = [layer.kind for layer in layers[start:stop]]
+            if LayerKind.BLOCK in kinds or {LayerKind.FINAL_NORM, LayerKind.HEAD} <= set(kinds):
                 assert stage not in illegal
-            elif names in (["embedding"], ["head"], ["final_norm"]):
+            elif kinds in ([LayerKind.EMBEDDING], [LayerKind.HEAD], [LayerKind.FINAL_NORM]):
                 assert stage in illegal
 
 
-def test_recomputation_makes_blocks_dearer_and_the_head_twice_its_forward() -> None:
-    plain, again = (flat_layers(BLOOM, PARTS, Recomputation(kinds)) for kinds in ((), (BLOCK,)))
+def test_recomputation_makes_blocks_more_expensive_and_the_head_twice_its_forward() -> None:
+    plain, again = (flat_layers(BLOOM, PLAIN, Recomputation(kinds)) for kinds in ((), (BLOCK,)))
     assert plain[2].cost == 3 * BLOOM.block_forward_flops
     assert again[2].cost == 4 * BLOOM.block_forward_flops
     products = 3 * 2 * BLOOM.seq_length * BLOOM.hidden_size * BLOOM.padded_vocab_size
@@ -140,31 +135,10 @@ def test_recomputation_makes_blocks_dearer_and_the_head_twice_its_forward() -> N
     assert 0 < plain[0].cost + plain[1].cost + plain[-2].cost < 0.001 * plain[2].cost
 
 
-def test_the_layers_have_all_weights_and_a_tied_head_counts_once_more() -> None:
-    layers = flat_layers(BLOOM, PARTS, Recomputation())
-    assert sum(layer.num_parameters for layer in layers[:-1]) == num_parameters(BLOOM, PARTS)
-    assert layers[-1].num_parameters == layers[0].num_parameters
-
-
 def test_a_large_model_is_balanced_where_its_layers_allow() -> None:
     """BLOOM's head is 2.2 of its blocks: 11 stages of 6 and one of 4 with the head."""
-    layers = flat_layers(BLOOM, PARTS, Recomputation((BLOCK,)))
+    layers = flat_layers(BLOOM, PLAIN, Recomputation((BLOCK,)))
     bounds = stage_bounds(layers, 12, "balanced")
     assert imbalance(stage_costs(layers, bounds)) < 0.05
     even = stage_bounds(layers, 12, (6,) * 10 + (5, 5))
     assert imbalance(stage_costs(layers, bounds)) < imbalance(stage_costs(layers, even))
-
-
-@pytest.mark.parametrize(
-    ("names", "text"),
-    [
-        (["embedding", "embedding_finish", "block_0", "block_1"], "embedding + 2 blocks"),
-        (["embedding_finish", "block_0"], "embedding finish + 1 block"),
-        (["block_3", "final_norm", "head"], "1 block + head"),
-        (["block_3", "final_norm"], "1 block + final norm"),
-        (["head"], "head without its norm"),
-        ([], ""),
-    ],
-)
-def test_a_stage_in_words(names: list[str], text: str) -> None:
-    assert describe_stage([FlatLayer(name, "", 0, True, True, 0) for name in names]) == text

@@ -13,7 +13,7 @@ from megastable.config import load_run_file, run_from_dict
 from megastable.config.stages import model_parts, model_shape
 from megastable.core.devices import Device
 from megastable.core.errors import UserError
-from megastable.core.model_parts import num_parameters
+from megastable.core.layers import num_parameters
 from megastable.planning.calibration import CalibrationFile
 from megastable.planning.data_sheet_cost import DEFAULT_EFFICIENCY, Machine
 from megastable.planning.forecast import Basis, forecast

@@ -1,0 +1,84 @@
+"""How a process is set up before it trains: its groups, its accelerator and its threads."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from datetime import timedelta
+from typing import Any
+
+import deepspeed.comm
+import pytest
+import torch
+import torch.distributed
+from deepspeed.accelerator import real_accelerator
+
+import megastable.engine
+from megastable.core.launch import Launch
+from megastable.engine import process_group
+from tests.support.output import captured_output
+from tests.support.ranks import run_ranks
+
+SHORT = timedelta(minutes=7)
+"""A timeout that is nobody's default."""
+
+
+def connected_process() -> dict[str, Any]:
+    """What a process has once it is connected, and what later calls make of it."""
+    c10d = torch.distributed.distributed_c10d
+    found: dict[str, Any] = {
+        "extension": deepspeed.comm.comm.cdb.shm_comm_op is not None,
+        "timeouts": [str(c10d.default_pg_timeout), str(c10d.default_pg_nccl_timeout)],
+        "accelerator": accelerator_and_warnings(),
+        "threads": threads_of_two_processes(),
+    }
+    process_group.set_default_timeout(SHORT)
+    group = torch.distributed.new_group([0])
+    found["sub_group"] = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return found
+
+
+def accelerator_and_warnings() -> list[str]:
+    """The accelerator that DeepSpeed picks where only our package was imported before it, and what it writes."""
+    name = os.environ.pop("DS_ACCELERATOR")
+    picked = real_accelerator.ds_accelerator
+    real_accelerator.ds_accelerator = None
+    try:
+        with captured_output() as texts:
+            importlib.reload(megastable.engine)
+            found = real_accelerator.get_accelerator().device_name()
+    finally:
+        os.environ["DS_ACCELERATOR"] = name
+        real_accelerator.ds_accelerator = picked
+    return [found, *texts]
+
+
+def threads_of_two_processes() -> int:
+    """Threads of a process that shares this machine with another one, where nobody has said how many."""
+    del os.environ["OMP_NUM_THREADS"]
+    torch.set_num_threads((os.cpu_count() or 1) + 1)
+    process_group._prepare_device(Launch(0, 0, 2, 2, "127.0.0.1", 29500, True))
+    return torch.get_num_threads()
+
+
+@pytest.fixture(scope="module")
+def process() -> dict[str, Any]:
+    return run_ranks(connected_process, world_size=1)[0]
+
+
+def test_sub_groups_have_the_timeout_of_the_run(process: dict[str, Any]) -> None:
+    # On a CPU the run's timeout is torch's own default, so another one shows that sub-groups follow.
+    assert process["timeouts"] == [str(process_group.COLLECTIVE_TIMEOUT)] * 2
+    assert process["sub_group"] == SHORT.total_seconds()
+
+
+def test_connecting_builds_no_extension(process: dict[str, Any]) -> None:
+    assert not process["extension"]
+
+
+def test_the_accelerator_is_found_without_a_warning(process: dict[str, Any]) -> None:
+    assert process["accelerator"] == ["cpu", ""]
+
+
+def test_processes_of_a_node_share_its_cores(process: dict[str, Any]) -> None:
+    assert 1 <= process["threads"] <= max(1, (os.cpu_count() or 1) // 2)

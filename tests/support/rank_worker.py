@@ -6,6 +6,7 @@ a test run and not once a rank. The server starts no threads and no process grou
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -22,6 +23,10 @@ from megastable.engine.process_group import connected
 from megastable.training import build  # noqa: F401
 
 REPOSITORY = Path(__file__).parents[2]
+
+# Collections leave alone what has been imported so far. DeepSpeed collects several times while it builds an engine, and
+# each time every rank would look through all of torch, and copy the memory that it shares with the server.
+gc.freeze()
 
 
 def run_rank(module: str, name: str, folder: Path, environment: dict[str, str]) -> None:

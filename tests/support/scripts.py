@@ -97,6 +97,7 @@ def train_and_resume(
     finished = run_script(train_command([], run_file, whole), world_size, first=first, **arguments)
     assert finished.exit_codes == [0] * world_size, finished.output
     shutil.copytree(whole, resumed)
+    assert (resumed / "checkpoints" / folder_name(resume_after)).is_dir(), "the run saved nothing at this step"
     for checkpoint in step_folders(resumed / "checkpoints"):
         if checkpoint.name > folder_name(resume_after):  # steps of one number of digits
             shutil.rmtree(checkpoint)

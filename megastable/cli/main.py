@@ -14,6 +14,7 @@ from megastable.cli.pictures import plot_run
 from megastable.cli.plan import PlanRequest, print_forecast, print_layouts
 from megastable.cli.watch import watch_run
 from megastable.config import json_schema
+from megastable.core.devices import DEVICES
 from megastable.core.errors import UserError
 from megastable.planning.data_sheet_cost import DEFAULT_EFFICIENCY
 from megastable.planning.preflight.preflight import preflight
@@ -90,7 +91,7 @@ Devices = Annotated[
 ]
 DeviceName = Annotated[
     str | None,
-    typer.Option(help="A100, H100, H200, or cpu: this one, measured for ten seconds; without it no times"),
+    typer.Option(help=f"{', '.join(DEVICES)}, or cpu: this one, measured for ten seconds; without it no times"),
 ]
 PeakTflops = Annotated[float | None, typer.Option(min=0.000001, help="peak of a device that is not in the table")]
 MemoryGib = Annotated[float | None, typer.Option(min=0.001, help="its memory")]
@@ -99,14 +100,14 @@ Efficiency = Annotated[
     typer.Option(
         min=0.01,
         max=1,
-        help="share of the peak that a stage reaches while it computes",
-        show_default=str(DEFAULT_EFFICIENCY),
+        help=f"share of the peak that a stage reaches while it computes; {DEFAULT_EFFICIENCY} by default",
+        show_default=False,
     ),
 ]
-CalibrationFile = Annotated[
+CalibrationPath = Annotated[
     Path | None, typer.Option(help="predict from this file of a sweep or a probe instead of a device")
 ]
-NewCalibrationFile = Annotated[Path | None, typer.Option(help="write what --device cpu measured into this new file")]
+NewCalibrationPath = Annotated[Path | None, typer.Option(help="write what --device cpu measured into this new file")]
 Search = Annotated[bool, typer.Option("--search", help="rank the layouts that so many devices allow; needs --device")]
 RampPicture = Annotated[
     Path | None, typer.Option(help="draw batch, TFLOPs and time over samples into this .png, .svg or .pdf")
@@ -122,8 +123,8 @@ def plan(
     peak_tflops: PeakTflops = None,
     memory_gib: MemoryGib = None,
     efficiency: Efficiency = None,
-    calibration: CalibrationFile = None,
-    save_calibration: NewCalibrationFile = None,
+    calibration: CalibrationPath = None,
+    save_calibration: NewCalibrationPath = None,
     search: Search = False,
     plot: RampPicture = None,
     as_json: PlanAsJson = False,

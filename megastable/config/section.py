@@ -42,7 +42,10 @@ def section_types(annotation: Any) -> tuple[type[Section], ...]:
 
 
 def kinds_of(section: type[Section]) -> tuple[type[Section], ...]:
-    """List the sections that a section stands for: its subclasses, or itself where it has none."""
+    """List the sections that a section stands for: its direct subclasses, or itself where it has none.
+
+    A section with subclasses is always one that comes in kinds, and a kind has no kinds of its own.
+    """
     return tuple(section.__subclasses__()) or (section,)
 
 

@@ -35,22 +35,22 @@ class FlatPartition:
 
     @cached_property
     def held(self) -> list[Any]:
-        """The parameters with elements in this share; their ``_hp_mapping`` says where."""
+        """Return the parameters with elements in this share; their ``_hp_mapping`` says where."""
         return [parameter for parameter in self.parameters if parameter._hp_mapping is not None]
 
     @cached_property
     def counted_parameters(self) -> list[Any]:
-        """The held parameters that this rank's copy stands for in a sum over the model."""
+        """Return the held parameters that this rank's copy stands for in a sum over the model."""
         return [parameter for parameter in self.held if self._counts_here(parameter)]
 
     @cached_property
     def counted(self) -> list[Span]:
-        """Where ``counted_parameters`` lie in ``master``, neighbours joined."""
+        """Return where ``counted_parameters`` lie in ``master``, neighbours joined."""
         return list(_joined(span_of(parameter) for parameter in self.counted_parameters))
 
     @cached_property
     def copies(self) -> list[Span]:
-        """Where the other held parameters lie in ``master``, neighbours joined: those that another rank counts."""
+        """Return where the other held parameters lie, which another rank counts; neighbours joined."""
         return list(_joined(span_of(parameter) for parameter in self.held if not self._counts_here(parameter)))
 
     def _counts_here(self, parameter: Any) -> bool:

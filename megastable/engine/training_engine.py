@@ -110,7 +110,7 @@ class TrainingEngine:
 
     @property
     def needs_data(self) -> bool:
-        """True on the ranks that read micro-batches: the first stage needs the tokens, the last one the labels."""
+        """Tell whether this rank reads micro-batches: the first stage needs the tokens, the last one the labels."""
         return bool(self.deepspeed.is_first_stage() or self.deepspeed.is_last_stage())
 
     def train_batch(

@@ -42,7 +42,7 @@ class Monitors:
 
     @property
     def should_watch_next_step(self) -> bool:
-        """True where any monitor asks for the next step to be watched layer by layer."""
+        """Tell whether any monitor asks for the next step to be watched layer by layer."""
         return any(monitor.should_watch_next_step for monitor in self._monitors.values())
 
     def values(self) -> dict[str, float]:

@@ -10,8 +10,10 @@ from datasets import Dataset, DatasetDict
 from pydantic import TypeAdapter
 
 from megastable.config import SourceConfig
+from megastable.config.data import SourceSection
+from megastable.config.section import kinds_of, tag_of
 from megastable.core.errors import UserError
-from megastable.data.sources import DocumentSource, open_source
+from megastable.data.sources import SOURCES, DocumentSource, open_source
 from tests.data.data_examples import DOCUMENTS, write_documents
 
 
@@ -141,3 +143,7 @@ def test_datasets_that_are_missing_or_empty(tmp_path: Path) -> None:
     Dataset.from_dict({"text": []}).save_to_disk(tmp_path / "empty")
     with pytest.raises(UserError, match=r"datasets cannot open .*/empty"):
         opened(type="hf", path=str(tmp_path / "empty"))
+
+
+def test_run_files_and_the_registry_know_the_same_sources() -> None:
+    assert {tag_of(kind) for kind in kinds_of(SourceSection)} == SOURCES.keys()

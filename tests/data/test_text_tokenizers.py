@@ -13,6 +13,8 @@ from pydantic import TypeAdapter
 from tokenizers import Tokenizer
 
 from megastable.config import BpeTokenizerConfig, TokenizerConfig
+from megastable.config.data import TokenizerSection
+from megastable.config.section import kinds_of, tag_of
 from megastable.core.errors import UserError
 from megastable.data.text_tokenizers import (
     END_OF_TEXT,
@@ -152,3 +154,7 @@ def test_the_identity_follows_what_decides_the_ids(bpe: TextTokenizer, tmp_path:
     assert tokenizer_identity(spec, model) == before
     (tmp_path / "tokenizer.json").write_text((tmp_path / "tokenizer.json").read_text() + "\n")
     assert tokenizer_identity(spec, model) != before
+
+
+def test_run_files_and_the_registry_know_the_same_tokenizers() -> None:
+    assert {tag_of(kind) for kind in kinds_of(TokenizerSection)} == TOKENIZERS.keys()

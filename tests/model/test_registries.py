@@ -62,7 +62,7 @@ def test_core_the_model_and_run_files_know_the_same_names(key: str) -> None:
 
 
 def legal_names(key: str) -> Collection[str]:
-    """What an editor is told that the key may hold."""
+    """Return the names that an editor offers for the key."""
     names: list[str] = ModelConfig.model_json_schema()["properties"][key]["enum"]
     return names
 
@@ -163,7 +163,7 @@ def test_the_toys_are_unknown_until_they_are_registered() -> None:
 def test_a_fault_lists_a_kind_that_was_added() -> None:
     with pytest.raises(ConfigError, match="must be one of 'gelu', 'swiglu', 'toy'"):
         tiny_run(megastable__model__activation="nonesuch")
-    assert toy_parts.NAME in legal_names("activation"), "an editor is not told of it"
+    assert toy_parts.NAME in legal_names("activation"), "an editor does not offer it"
     with pytest.raises(ConfigError, match="must be auto or math with attention_logit_cap"):
         tiny_run(megastable__model__attention="toy", megastable__model__attention_logit_cap=30.0)
 

@@ -101,5 +101,5 @@ def test_an_added_rule_is_applied(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [name for name, toy in TOY_ENTRIES.items() if toy.keys])
 def test_without_its_entry_the_run_file_is_refused(tmp_path: Path, name: str) -> None:
     toy = TOY_ENTRIES[name]
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=f"(?i){re.escape(toy.refused_with)}"):
         load_plan(write_toy_run(tmp_path, toy), toy.world_size)

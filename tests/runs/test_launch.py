@@ -19,13 +19,15 @@ import psutil
 import pytest
 import torch
 
+from megastable.core.checkpoint_folder import folder_name
 from tests.support.failing_rank import plant_failure
 from tests.support.launches import DEEPSPEED, TORCHRUN, metrics, start, train_command, wait_for_step, write_run_file
 from tests.support.ranks import run_bounded
 from tests.support.scripts import run_script
 
-NUM_STEPS = 30
-"""They take 324 samples: several epochs, the ramp's steps and some evaluations."""
+NUM_STEPS = 31
+"""They take 336 samples: several epochs, the ramp's steps and some evaluations. No interval divides them, which shows
+what is due at the last step, too."""
 RUN = {
     "megastable__model__dropout": 0.1,
     "megastable__training": {"total_steps": NUM_STEPS, "seed": 7, "eval_interval": 5, "eval_samples": 6},
@@ -46,8 +48,8 @@ def events_and_balance(run_dir: Path) -> tuple[list[dict[str, Any]], list[tuple[
     """The events that no clock has part in; kind and step of that of the stages' balance."""
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     timed = [event for event in events if "slowest_stage" in event["data"]]
-    told = [(event["kind"], event["step"]) for event in timed if event["kind"] != "warning"]
-    return [event for event in events if event not in timed], told
+    balance = [(event["kind"], event["step"]) for event in timed if event["kind"] != "warning"]
+    return [event for event in events if event not in timed], balance
 
 
 class Lives(NamedTuple):
@@ -126,8 +128,9 @@ def test_a_killed_run_continues_exactly_beside_another_run(lives: Lives) -> None
     expected = untimed(metrics(lives.whole_dir))
     assert [row["step"] for row in expected] == list(range(1, NUM_STEPS + 1))
     assert untimed(metrics(lives.killed_dir)) == expected
-    assert sum("eval_loss" in row for row in expected) == 6
-    assert [row["step"] for row in expected if "layers" in row] == [10, 20, 30]
+    assert sum("eval_loss" in row for row in expected) == 7
+    assert [row["step"] for row in expected if "layers" in row] == [10, 20, 30, NUM_STEPS]
+    assert (lives.whole_dir / "checkpoints" / folder_name(NUM_STEPS)).is_dir()
     assert expected[-1]["layers"]["block_0"].keys() >= {"grad_norm", "update_ratio", "max_attention_logit"}
     assert all("loss_volatility" in row for row in expected[2:])
     events, balance = events_and_balance(lives.whole_dir)
@@ -157,19 +160,25 @@ def test_monitors_get_the_values_of_the_metrics(lives: Lives) -> None:
 
 
 @pytest.mark.slow
-def test_two_launches_that_start_at_the_same_moment_do_not_meet(tmp_path: Path) -> None:
-    run_file = write_run_file(tmp_path, **{**RUN, "megastable__training": {"total_steps": 4}})
+def test_two_launches_do_not_meet_and_one_of_them_killed_whole_goes_on(tmp_path: Path) -> None:
+    """Start both at the same moment, and kill every process of one without warning, its rank 0 included."""
+    run_file = write_run_file(tmp_path, **{**RUN, "megastable__training": {"total_steps": 60}})
     folders = [tmp_path / name for name in ("one", "other")]
     launches = [start(train_command(DEEPSPEED, run_file, folder)) for folder in folders]
     try:
+        wait_for_step(launches[1], folders[1], step=6)
+        os.killpg(launches[1].pid, signal.SIGKILL)
         outputs = [launch.communicate(timeout=200)[0] for launch in launches]
     finally:
         for launch in launches:
             if launch.poll() is None:
                 os.killpg(launch.pid, signal.SIGKILL)
-    assert [launch.returncode for launch in launches] == [0, 0], outputs
+    assert launches[0].returncode == 0, outputs[0]
+    assert 6 <= len(metrics(folders[1])) < 60, "the run was not killed in its middle"
+    resumed = run_script(train_command([], run_file, folders[1], "--resume"), world_size=2)
+    assert resumed.exit_codes == [0, 0], resumed.output[-4000:]
     one, other = (untimed(metrics(folder)) for folder in folders)
-    assert len(one) == 4 and one == other
+    assert len(one) == 60 and one == other
 
 
 def test_a_run_that_no_loss_scale_can_save_stops_with_a_diagnosis(tmp_path: Path) -> None:

@@ -15,11 +15,26 @@ TINY = ["benchmarks/peers/run.py", "--layers", "4", "--hidden", "64", "--seq-len
 
 
 def add_toy_engine() -> None:
-    """Add a candidate as anybody would: how it is built, and its line."""
-    from own_engine import Megastable
+    """Add a candidate as anybody would: a class with both methods, and its line."""
+    from gpt import GlobalBatch, Settings
+    from one_process import OneProcess
     from trainers import PEERS
 
-    PEERS[TOY] = lambda settings, bounds: Megastable(settings)
+    class ToyEngine:
+        """Trains the whole model on every rank."""
+
+        def __init__(self, settings: Settings, bounds: list[int]) -> None:
+            self._process = OneProcess(settings, bounds)
+
+        def refusal(self, num_micro_batches: int) -> str | None:
+            """Refuse nothing."""
+            return None
+
+        def step(self, batch: GlobalBatch) -> float | None:
+            """Take the step of one process."""
+            return self._process.step(batch)
+
+    PEERS[TOY] = ToyEngine
 
 
 def test_loss_curves_of_all_candidates_are_equal_and_of_one_that_is_added() -> None:

@@ -19,7 +19,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def write_run_file(folder: Path, **changes: Any) -> Path:
-    """A tiny run on a text of its own: about 40 samples an epoch, tokenised into a cache of its own."""
+    """Write a tiny run file on a text of its own: about 40 samples an epoch, tokenised into a cache of its own."""
     text = folder / "text"
     text.mkdir(parents=True, exist_ok=True)
     for number in range(8):
@@ -38,7 +38,7 @@ def write_run_file(folder: Path, **changes: Any) -> Path:
 
 
 def train_command(launcher: list[str], run_file: Path, run_dir: Path, *flags: str) -> list[str]:
-    """The command line of a run; with an empty ``launcher`` that of one rank, for ``run_script``."""
+    """Return the command line of a run; with an empty ``launcher`` that of one rank, for ``run_script``."""
     return [*launcher, *TRAIN, "--deepspeed_config", str(run_file), "--run-dir", str(run_dir), *flags]
 
 
@@ -52,7 +52,7 @@ def start(command: list[str], environment: dict[str, str] | None = None) -> subp
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of a run so far; a line that is just being written is left out."""
+    """Return the rows of a run so far; a line that is just being written is left out."""
     path = run_dir / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]

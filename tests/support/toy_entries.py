@@ -6,16 +6,16 @@ the entry.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megastable.config import Fault, ModelConfig, load_run_file
+from megastable.config.data import SourceSection, TokenizerSection
 from megastable.config.reading import checking
 from megastable.config.rules import RULES, Rule
 from megastable.core.devices import DEVICES, Device
@@ -23,6 +23,8 @@ from megastable.core.layers import FlatLayer
 from megastable.core.lr_schedule import LR_SCHEDULES, DecaySchedule
 from megastable.core.model_parts import FEED_FORWARD_KINDS
 from megastable.core.partition import PARTITIONS
+from megastable.data.sources import SOURCES, SourceKind
+from megastable.data.text_tokenizers import TOKENIZERS
 from megastable.model.block import FEED_FORWARDS
 from megastable.model.tensor_parallel import (
     RowParallelLinear,
@@ -37,8 +39,8 @@ from megastable.planning.preflight.review import Finding, Review
 from megastable.planning.run_plan import RunPlan
 from tests.support import toy_parts
 from tests.support.toy_monitor import METRIC, LearningRateProgress
-from tests.support.toy_source import counting_source_registered
-from tests.support.toy_tokenizer import lengths_tokenizer_registered
+from tests.support.toy_source import CountingDocuments, rebuild_schema
+from tests.support.toy_tokenizer import LengthsKind
 
 TOY = "toy"
 
@@ -66,6 +68,11 @@ class ToyEntry:
     plan_says: str = ""
     metric: str = "loss"
     look: Callable[[RunPlan], None] = lambda plan: None
+
+    @property
+    def refused_with(self) -> str:
+        """Return the key that names the entry, or of a section with a type the section."""
+        return list(self.keys)[-1]
 
     @property
     def world_size(self) -> int:
@@ -178,18 +185,31 @@ def add_split_layer() -> None:
     FEED_FORWARDS[TOY] = ToySplitFeedForward
 
 
-_UNTIL_THE_END = contextlib.ExitStack()
-"""Holds what is to stay registered until the process ends."""
-
-
 def add_source() -> None:
-    """Add the text source, for the rest of this process."""
-    _UNTIL_THE_END.enter_context(counting_source_registered())
+    """Define the section, and add the source that it opens."""
+
+    class AddedSourceConfig(SourceSection):
+        """Numbers, one document each."""
+
+        type: Literal["counting"]
+        num_documents: int
+        size_is_known: bool = True
+
+    SOURCES["counting"] = SourceKind(CountingDocuments)
+    rebuild_schema()
 
 
 def add_tokenizer() -> None:
-    """Add the tokenizer, for the rest of this process."""
-    _UNTIL_THE_END.enter_context(lengths_tokenizer_registered())
+    """Define the section, and add the tokenizer that it makes."""
+
+    class AddedTokenizerConfig(TokenizerSection):
+        """The lengths of words."""
+
+        type: Literal["lengths"]
+        longest: int = 20
+
+    TOKENIZERS["lengths"] = LengthsKind()
+    rebuild_schema()
 
 
 def add_monitor() -> None:

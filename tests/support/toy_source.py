@@ -23,7 +23,7 @@ class CountingSourceConfig(Section):
 
     type: Literal["counting"] = Field(description="Numbers, one document each.")
     num_documents: int = Field(description="How many documents.")
-    size_is_known: bool = Field(default=True, description="Whether the size can be told without reading.")
+    size_is_known: bool = Field(default=True, description="Whether the size is known without reading.")
 
 
 class CountingDocuments:
@@ -72,13 +72,14 @@ def data_section_added(base: type[Section], section: type[Section]) -> Iterator[
 
     try:
         with mock.patch.object(sections, "kinds_of", kinds_of):
-            _rebuild_schema()
+            rebuild_schema()
             yield
     finally:
-        _rebuild_schema()
+        rebuild_schema()
 
 
-def _rebuild_schema() -> None:
+def rebuild_schema() -> None:
+    """Read the kinds of sections anew: a process that adds one after the schema was built has to."""
     # From the inside out: a section's validator holds those of the sections in it.
     for section in (DataConfig, MegastableConfig, RunConfig):
         section.model_rebuild(force=True)

@@ -94,7 +94,7 @@ def _head_input(x: Tensor, weight: Tensor, tensor: TensorGroup, cap: LogitCap) -
 
 
 class EmbeddingFinish(nn.Module):
-    """Applies what follows the lookup: learned positions, the embedding norm (BLOOM's), dropout; each where configured."""
+    """Applies what follows the lookup, each where configured: learned positions, BLOOM's embedding norm, dropout."""
 
     def __init__(self, config: ModelConfig, positions: PositionEmbedding, tensor: TensorGroup) -> None:
         super().__init__()

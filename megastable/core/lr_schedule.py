@@ -1,7 +1,8 @@
 """Learning-rate schedules, keyed by samples so that a batch ramp never stretches them.
 
-A schedule is an object with ``at(samples) -> learning rate``. To add one: a frozen dataclass whose fields are what it
-reads, and a line in ``LR_SCHEDULES``; a field that no other schedule has needs its key in a run file as well.
+To add a schedule: a frozen ``DecaySchedule`` with ``share_left``, whose fields are what it reads, and a line in
+``LR_SCHEDULES``. A field that no other schedule has needs its key in a run file as well: ``config.lr_schedule`` has the
+keys, ``planning.run_plan.learning_rate_schedule`` their values.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Monitor(ABC):
 
     @abstractmethod
     def observe(self, seen: Seen) -> Iterator[Event]:
-        """Take in a step and yield the events that it gives rise to."""
+        """Take in a step and yield the events that it gives rise to; ``yield from ()`` where it never gives any."""
 
     def values(self) -> Mapping[str, float]:
         """Return numbers for the metrics of the step that was just observed; a name may be missing at some steps."""

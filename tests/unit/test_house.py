@@ -1,4 +1,4 @@
-"""The house of DESIGN.md: floors, the one importer of DeepSpeed, and what stays out of torch's reach."""
+"""The house of CONTRIBUTING.md: floors, the one importer of DeepSpeed, and what stays out of torch's reach."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ FLOORS = {
     "monitors": 2,
     "engine": 3,
     "training": 4,
-    "interop": 4,
     "cli": 5,
 }
 ENGINE_ONLY = ("deepspeed", "torch.distributed")

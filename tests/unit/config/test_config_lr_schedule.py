@@ -25,7 +25,9 @@ def test_a_schedule_takes_the_keys_that_it_reads_and_no_other(name: str, key: st
 
 def test_every_field_of_a_schedule_has_its_key() -> None:
     read = {field.name for schedule in LR_SCHEDULES.values() for field in fields(schedule)}
-    assert read == {"max_lr", "warmup_samples", *SCHEDULE_FIELDS.values()}
+    assert read == {"max_lr", "warmup_samples", *SCHEDULE_FIELDS.values()}, (
+        "a field needs its key in SCHEDULE_FIELDS, and its value in planning/run_plan.py: learning_rate_schedule"
+    )
     assert LrScheduleConfig.model_fields.keys() >= SCHEDULE_FIELDS.keys()
 
 

@@ -55,7 +55,7 @@ def schedule_arguments(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def test_every_schedule_has_a_row_here() -> None:
-    assert SHAPES.keys() == LR_SCHEDULES.keys()
+    assert SHAPES.keys() == LR_SCHEDULES.keys(), "a schedule needs a row in SHAPES: the shares left at four positions"
 
 
 @every_schedule

@@ -17,6 +17,7 @@ import os
 import sys
 from pathlib import Path
 
+from megastable.cli.plan import probe_this_cpu
 from megastable.cli.sweep import check_can_plot, comparison, plot_sweep, show_sweep
 from megastable.config import load_run_file
 from megastable.core.batch_rampup import Batch
@@ -30,7 +31,7 @@ from megastable.planning.run_plan import RunPlan, number_of_devices
 from megastable.planning.sweep import SweepReport, as_section, measured_sweep, planned_sweep, work_of
 from megastable.planning.throughput import DEFAULT_SHARE, parse_sizes, steps_of_each, sweep_batches, takes_part
 from megastable.training.entry import refuse
-from megastable.training.host import cpu_name, memory_gib_per_process, probe_this_cpu
+from megastable.training.host import cpu_name, memory_gib_per_process
 
 
 def main() -> int:

@@ -25,12 +25,12 @@ from megastable.cli.tables import (
 )
 from megastable.core.errors import UserError
 from megastable.core.memory import GIB
+from megastable.planning.calibration import CalibrationFile
 from megastable.planning.data_sheet_cost import Machine
 from megastable.planning.forecast import Basis, Forecast, PhaseForecast, forecast
 from megastable.planning.micro_batches import load_plan
-from megastable.planning.run_plan import load_run
+from megastable.planning.run_plan import RunPlan, load_run
 from megastable.planning.search import Candidate, search_layouts
-from megastable.training.host import probe_this_cpu
 
 RAMP_COLUMNS = ("step", "sample", "steps", "batch", "micro-batches", "bubble", "idle", "a step", "TFLOPs", "time")
 SHOWN_PHASES = 12
@@ -86,6 +86,13 @@ def print_forecast(request: PlanRequest, picture: Path | None, json_wanted: bool
         print(as_json(result.as_dict()))
     else:
         _show_forecast(result, str(request.config), devices_assumed)
+
+
+def probe_this_cpu(plan: RunPlan) -> CalibrationFile:
+    """Measure what a step of a planned run costs on this machine, in about ten seconds."""
+    from megastable.training.cpu_probe import probe  # loads torch
+
+    return probe(plan)
 
 
 def _show_forecast(result: Forecast, name: str, devices_assumed: bool) -> None:

@@ -145,11 +145,12 @@ To add a rule: a function whose parameters are typed with the sections that it r
 """
 
 
-def broken_rules(sections: Mapping[type[Section], Section], rules: Sequence[Rule] = RULES) -> Iterator[Fault]:
+def broken_rules(sections: Mapping[type[Section], Section], rules: Sequence[Rule]) -> Iterator[Fault]:
     """Yield the faults of all rules that can judge: their sections are valid, and the rules that they need hold.
 
     Args:
         sections: section type -> its valid instance.
+        rules: in an order in which a rule comes after those that it needs, as ``RULES``.
     """
     hold: set[RuleFunction] = set()
     for rule in rules:

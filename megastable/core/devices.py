@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megastable.core.errors import UserError
+from megastable.core.memory import GIB
 
-GIB = 2**30
 GPU_RESERVED_GIB = 2.0
 """What driver, libraries and communication take of a GPU: a round figure, not measured."""
 

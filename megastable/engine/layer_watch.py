@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 from megastable.config import RunConfig
 from megastable.core.layers import LayerKind
+from megastable.core.memory import GIB
 from megastable.core.records import Watched
 from megastable.engine.flat_partitions import FlatPartition
 from megastable.engine.instructions import BusyTime
@@ -28,8 +29,6 @@ from megastable.engine.layer_statistics import (
     UpdateStatistics,
 )
 from megastable.engine.pipeline_module import GptPipeline
-
-GIB = 2.0**30
 
 
 class LayerWatch:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from megastable.core.layout import ParallelLayout
 from megastable.model.attention import SelfAttention
-from megastable.model.ends import VocabularyEmbedding
-from megastable.model.tensor_parallel import ColumnParallelLinear, OneProcess, RowParallelLinear, TensorGroup, Work
+from megastable.model.tensor_parallel import OneProcess, SplitLayer, TensorGroup, Work
 
 SPLIT_STREAM = "tensor-parallel"
 """Name, in DeepSpeed's tracker, of the random stream that differs between tensor ranks."""
@@ -81,15 +80,9 @@ def mark_split_parameters(module: nn.Module) -> None:
     A norm counts an unmarked parameter on tensor rank 0 alone, here and in DeepSpeed.
     """
     for child in module.modules():
-        if isinstance(child, ColumnParallelLinear | RowParallelLinear | VocabularyEmbedding):
-            _mark(child.weight)
-        # The bias of a row-parallel layer is added once, after the sum over the ranks, and so is whole on each.
-        if isinstance(child, ColumnParallelLinear) and child.bias is not None:
-            _mark(child.bias)
-
-
-def _mark(parameter: nn.Parameter) -> None:
-    parameter.model_parallel = True  # type: ignore[attr-defined]  # DeepSpeed's own mark
+        if isinstance(child, SplitLayer):
+            for parameter in child.split_parameters():
+                parameter.model_parallel = True  # type: ignore[attr-defined]  # DeepSpeed's own mark
 
 
 def whole_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,6 +15,7 @@ from megastable.model.residual_stream import ResidualDropout, make_norm
 from megastable.model.tensor_parallel import (
     ColumnParallelLinear,
     Shard,
+    SplitLayer,
     TensorGroup,
     column_parallel_linear,
     sum_over_ranks,
@@ -52,17 +52,14 @@ class HeadInput(NamedTuple):
     """A part of ``hidden`` and the weight -> logits (batch, part of the whole sequence, share of the vocabulary)."""
 
 
-class VocabularyEmbedding(nn.Module):
+class VocabularyEmbedding(SplitLayer):
     """The table of a vector for each token of the vocabulary; also the head where weights are tied.
 
     Each tensor rank holds its share of the vocabulary. Under sequence parallelism the output is the rank's slice.
     """
 
     def __init__(self, config: ModelConfig, tensor: TensorGroup) -> None:
-        super().__init__()
-        self.shard = Shard.even((config.padded_vocab_size, config.hidden_size), 0, tensor)
-        self.tensor = tensor
-        self.weight = nn.Parameter(torch.empty(self.shard.shape))
+        super().__init__(Shard.even((config.padded_vocab_size, config.hidden_size), 0, tensor), tensor)
         self.cap = LogitCap(config.output_logit_cap)
 
     def forward(self, token_ids: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from megastable.config import RunConfig
 from megastable.core.init_std import INIT_SCHEMES, MatrixSize, residual_output_std
 from megastable.model.ends import OutputHead, VocabularyEmbedding
-from megastable.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megastable.model.tensor_parallel import RowParallelLinear, SplitLayer
 
 
 def draw_weights(module: nn.Module, layer_index: int, run: RunConfig) -> None:
@@ -32,7 +32,7 @@ def draw_weights(module: nn.Module, layer_index: int, run: RunConfig) -> None:
                 child.weight.copy_(child.shard.of(full))
 
 
-DrawnModule = ColumnParallelLinear | RowParallelLinear | VocabularyEmbedding | nn.Embedding
+DrawnModule = SplitLayer | nn.Embedding
 
 
 def drawn_modules(layer: nn.Module) -> Iterator[tuple[str, DrawnModule]]:

@@ -124,7 +124,25 @@ class Shard:
         return full.index_select(self.dim, self.indices)
 
 
-class ColumnParallelLinear(nn.Module):
+class SplitLayer(nn.Module):
+    """A layer whose weight is split over the tensor ranks; the weight is drawn, marked and counted by its ``shard``.
+
+    Args:
+        shard: the part of the full weight that this rank holds.
+    """
+
+    def __init__(self, shard: Shard, tensor: TensorGroup) -> None:
+        super().__init__()
+        self.shard = shard
+        self.tensor = tensor
+        self.weight = nn.Parameter(torch.empty(shard.shape))
+
+    def split_parameters(self) -> list[nn.Parameter]:
+        """List the parameters of which each rank holds a part; the others are whole on every rank."""
+        return [self.weight]
+
+
+class ColumnParallelLinear(SplitLayer):
     """A linear layer whose output features are split over the ranks.
 
     Under sequence parallelism the input is the rank's slice of the sequence and the output is of the whole sequence.
@@ -134,28 +152,26 @@ class ColumnParallelLinear(nn.Module):
     """
 
     def __init__(self, shard: Shard, tensor: TensorGroup, bias: bool = True) -> None:
-        super().__init__()
-        self.shard = shard
-        self.tensor = tensor
-        self.weight = nn.Parameter(torch.empty(shard.shape))
+        super().__init__(shard, tensor)
         self.bias = nn.Parameter(torch.zeros(shard.shape[0])) if bias else None
+
+    def split_parameters(self) -> list[nn.Parameter]:
+        """List the weight and the bias, which has an element for each of the rank's features."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, seq or slice, in) to (batch, seq, share of out)."""
         return column_parallel_linear(x, self.weight, self.bias, self.tensor)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(SplitLayer):
     """A linear layer whose input features are split over the ranks, whose outputs are then summed.
 
     The bias is whole on every rank and added after the sum, which would otherwise count it once a rank.
     """
 
     def __init__(self, in_features: int, out_features: int, tensor: TensorGroup) -> None:
-        super().__init__()
-        self.shard = Shard.even((out_features, in_features), 1, tensor)
-        self.tensor = tensor
-        self.weight = nn.Parameter(torch.empty(self.shard.shape))
+        super().__init__(Shard.even((out_features, in_features), 1, tensor), tensor)
         self.bias = nn.Parameter(torch.zeros(out_features))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -166,7 +182,7 @@ class RowParallelLinear(nn.Module):
 def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tensor: TensorGroup) -> Tensor:
     """Compute a ``ColumnParallelLinear`` with the given weights."""
     if torch.compiler.is_compiling():
-        # Only with one tensor rank, whose input needs no sum: ``config.parallelism.compiled_blocks_are_whole``.
+        # Only with one tensor rank, whose input needs no sum: ``config.cross_rules.compiled_blocks_are_whole``.
         return linear(x, weight, bias)
     result: Tensor = _ColumnLinear.apply(x, weight, bias, tensor)
     return result

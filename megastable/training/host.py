@@ -1,4 +1,4 @@
-"""Finds out what this machine has: processor and memory, GPUs, text files, and the speed of its CPU.
+"""Finds out what this machine has: processor and memory, GPUs, and text files.
 
 Planning and preflight touch no hardware; the command line hands them what is found here. Nothing loads torch or numpy
 before it is needed, since ``megastable check`` and ``plan`` answer in less time than torch takes to load.
@@ -17,11 +17,9 @@ import psutil
 from megastable.config import SourceConfig
 from megastable.core.errors import UserError
 from megastable.core.host import usable_cpus
-from megastable.planning.calibration import CalibrationFile
+from megastable.core.memory import GIB
 from megastable.planning.preflight.review import Gpu, LocalText
-from megastable.planning.run_plan import RunPlan
 
-GIB = 2**30
 GPU_QUERY = ("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
 TIME_LIMIT_SECONDS = 5
 
@@ -79,10 +77,3 @@ def look_at_text(source: SourceConfig) -> LocalText | None:
     except UserError as error:
         return LocalText(0, 0, fault=str(error))
     return None if num_bytes is None else LocalText(len(documents), num_bytes)
-
-
-def probe_this_cpu(plan: RunPlan) -> CalibrationFile:
-    """Measure what a step of a planned run costs on this machine, in about ten seconds; loads torch."""
-    from megastable.training.cpu_probe import probe
-
-    return probe(plan)

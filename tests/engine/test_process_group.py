@@ -28,7 +28,7 @@ def connected_process() -> dict[str, Any]:
     c10d = torch.distributed.distributed_c10d
     found: dict[str, Any] = {
         "extension": deepspeed.comm.comm.cdb.shm_comm_op is not None,
-        "timeouts": [str(c10d.default_pg_timeout), str(c10d.default_pg_nccl_timeout)],
+        "timeouts": [str(vars(c10d)[name]) for name in ("default_pg_timeout", "default_pg_nccl_timeout")],
         "accelerator": accelerator_and_warnings(),
         "threads": threads_of_two_processes(),
     }

@@ -9,57 +9,24 @@ from typing import Any
 import pytest
 
 from megastable.config import load_run_file
-from megastable.config.run_config import run_as_dict
 from megastable.core.checkpoint_folder import folder_name, read_manifest
 from megastable.core.errors import UserError
 from megastable.core.launch import Launch
-from megastable.core.records import TrainingState
-from megastable.data import prepare_corpus
-from megastable.engine.checkpoint import load_checkpoint, save_checkpoint
-from megastable.monitors import MONITORS, Monitors
+from megastable.monitors import MONITORS
 from megastable.planning.run_plan import RunPlan
 from megastable.training import build
-from megastable.training.console import PlainLines
-from megastable.training.loop import train_steps
-from megastable.training.metrics import STEP_METRICS
-from megastable.training.recorder import Recorder
 from megastable.training.run_folder import RunFolder
 from tests.support.launches import metrics, write_run_file
-from tests.support.ranks import run_ranks
-from tests.support.steps import build_engine
+from tests.support.scripts import train_and_resume
 from tests.support.tiny_run import tiny_run
 from tests.support.toy_monitor import METRIC, LearningRateProgress, planned_learning_rates
 
 SAVE_AT = 3
 
 
-def train_into(folder: RunFolder, run_file: Path, checkpoint: Path | None) -> None:
-    """Train a run of one process by the real loop, from a checkpoint or from fresh weights."""
-    run = load_run_file(run_file)
-    corpus = prepare_corpus(run.megastable.data, run.megastable.model, show_progress=False)
-    plan, engine = build_engine(run)
-    monitors = Monitors(plan, STEP_METRICS)
-    state = TrainingState()
-    if checkpoint is not None:
-        state = load_checkpoint(engine, checkpoint)
-        monitors.load_state_dict(read_manifest(checkpoint).monitors)
-    folder.write_config(run)
-
-    def save(reached: TrainingState) -> Path:
-        remembered = monitors.state_dict()
-        return save_checkpoint(engine, folder.checkpoints, reached, run_as_dict(run), corpus.fingerprint, remembered)
-
-    display = PlainLines(plan.length.total_steps, interval=1)
-    with Recorder(folder.metrics, folder.events, engine.writers, display) as recorder:
-        train_steps(plan, engine, corpus, state, recorder, monitors, save)
-
-
-def whole_and_resumed(run_file: str, whole: str, resumed: str) -> None:
-    """Run with the toy monitor to the end, and once more from the checkpoint of the third step."""
-    MONITORS["toy"] = LearningRateProgress  # in this process alone
-    train_into(RunFolder(Path(whole)), Path(run_file), checkpoint=None)
-    checkpoint = RunFolder(Path(whole)).checkpoints / folder_name(SAVE_AT)
-    train_into(RunFolder(Path(resumed)), Path(run_file), checkpoint)
+def add_toy_monitor() -> None:
+    """Add the monitor in this process, for all that it does later."""
+    MONITORS["toy"] = LearningRateProgress
 
 
 def events(run_dir: Path) -> list[dict[str, Any]]:
@@ -70,15 +37,14 @@ def test_a_new_monitor_is_in_metrics_events_and_checkpoints_and_goes_on_after_a_
     one_stage = {"megastable__pipeline": {"num_stages": 1}}
     run_file = write_run_file(tmp_path, megastable__checkpoint__save_interval=SAVE_AT, **one_stage)
     plan = RunPlan.of(load_run_file(run_file), world_size=1)
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    run_ranks(whole_and_resumed, 1, run_file=str(run_file), whole=str(whole), resumed=str(resumed))
+    whole, resumed = train_and_resume(run_file, tmp_path, SAVE_AT, first=add_toy_monitor)
 
     rows = metrics(whole)
     rates = list(planned_learning_rates(plan))
     assert [row["lr"] for row in rows] == rates, "the toy adds up what it is shown, which has to be what was applied"
     expected = [sum(rates[: row["step"]]) / sum(rates) for row in rows]
     assert [row[METRIC] for row in rows] == pytest.approx(expected)
-    assert [row[METRIC] for row in metrics(resumed)] == [row[METRIC] for row in rows[SAVE_AT:]]
+    assert [row[METRIC] for row in metrics(resumed)] == [row[METRIC] for row in rows]
 
     half_way = [event for event in events(whole) if event["kind"] == "half_way"]
     assert [event["step"] > SAVE_AT for event in half_way] == [True], "the resumed run has to meet it, too"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from megastable.planning.measured_cost import BLOCK, FIRST, LAST
 from megastable.planning.run_plan import RunPlan
 from megastable.training.cpu_probe import measure, probe
+from tests.support.ranks import fork_server
 from tests.support.tiny_run import tiny_run
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -49,10 +52,29 @@ def test_larger_layers_take_longer() -> None:
         assert large.passes[piece].backward.at(4) > small.passes[piece].backward.at(4)
 
 
-def test_a_plan_is_probed_in_as_many_processes_as_it_has() -> None:
+def probe_of_two_processes() -> None:
     plan = RunPlan.of(tiny_run(megastable__pipeline__num_stages=2), 2)
     file = probe(plan, seconds=0.0)
     assert file.method == "probe"
     assert len(file.cost.stages) == 2
     assert file.cost.fixed_seconds > 0
     assert file.memory_gib_per_process is not None
+
+
+def test_a_plan_is_probed_in_as_many_processes_as_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes are forked from the server of the tests, which has imported torch, where a user's are spawned."""
+    context = fork_server()
+    asked = []
+
+    def forked(method: str) -> ForkServerContext:
+        asked.append(method)
+        return context
+
+    monkeypatch.setattr(multiprocessing, "get_context", forked)
+    probe_of_two_processes()
+    assert asked == ["spawn"], "a process that is forked while torch runs threads may hang"
+
+
+@pytest.mark.slow
+def test_a_plan_is_probed_in_spawned_processes() -> None:
+    probe_of_two_processes()

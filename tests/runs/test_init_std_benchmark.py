@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-from tests.support.ranks import run_bounded
+from tests.support.scripts import run_script
 
 TINY = ["--hidden", "32", "--layers", "1", "--seq-length", "8", "--batch", "1", "--steps", "12", "--warmup-steps", "2"]
 
 
 def test_it_records_every_std_and_repeats_no_run(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
-    common = [sys.executable, "benchmarks/init_std.py", "--output", str(output), "--cache-dir", str(tmp_path / "cache")]
+    common = ["benchmarks/init_std.py", "--output", str(output), "--cache-dir", str(tmp_path / "cache")]
     runs: list[list[dict[str, object]]] = []
     for seeds in (["1"], ["1", "2"]):
-        process = run_bounded([*common, *TINY, "--lrs", "1e-2", "--seeds", *seeds], 120)
-        assert process.returncode == 0, process.stdout[-4000:]
+        finished = run_script([*common, *TINY, "--lrs", "1e-2", "--seeds", *seeds])
+        assert finished.exit_codes == [0], finished.output[-4000:]
         runs.append(json.loads(output.read_text())["runs"])
     once, twice = runs
     assert [(run["seed"], run["init"]) for run in twice] == [

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+
+import pytest
 
 from megastable.planning.calibration import load_calibration, read_calibration_file
 from megastable.planning.micro_batches import load_plan
-from tests.support.launches import DEEPSPEED, write_run_file
+from tests.support.launches import write_run_file
 from tests.support.ranks import run_bounded
+from tests.support.scripts import STARTS, Start
 
 SIZES = [2, 4, 8]
 
 
-def test_it_measures_every_size_and_writes_all_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", STARTS)
+def test_it_measures_every_size_and_writes_all_files(tmp_path: Path, start: Start) -> None:
     run_file = write_run_file(tmp_path)
+    sweep = tmp_path / "sweep.json"
     command = [
-        *DEEPSPEED, "benchmarks/tflops_vs_gbs.py", "--deepspeed_config", str(run_file),
-        "--global-batch-sizes", ",".join(map(str, SIZES)), "--micro-batch-sizes", "1,2", "--rounds", "3",
+        "benchmarks/tflops_vs_gbs.py", "--deepspeed_config", str(run_file), "--global-batch-sizes",
+        ",".join(map(str, SIZES)), "--micro-batch-sizes", "1,2", "--rounds", "3", "--json", str(sweep),
     ]  # fmt: skip
-    sweep, prefix = tmp_path / "sweep.json", tmp_path / "sweep"
-    process = run_bounded([*command, "--json", str(sweep), "--plot", str(prefix)], 240)
-    assert process.returncode == 0, process.stdout[-4000:]
-    assert process.stdout.count("recommended start of a ramp: global batch") == 1  # rank 0 alone
-    assert "median error of the prediction on batches that it has not seen" in process.stdout
+    exit_code, output = start("deepspeed", [*command, "--plot", str(tmp_path / "sweep")])
+    assert exit_code == 0, output[-4000:]
+    assert output.count("recommended start of a ramp: global batch") == 1  # rank 0 alone
+    assert "median error of the prediction on batches that it has not seen" in output
 
     found = read_calibration_file(sweep).sweep
     assert found is not None
@@ -41,6 +46,8 @@ def test_it_measures_every_size_and_writes_all_files(tmp_path: Path) -> None:
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert "plotly.js v" in (tmp_path / "sweep.html").read_text(encoding="utf-8")
 
-    refused = run_bounded([*command, "--json", str(sweep)], 120)
-    assert refused.returncode == 2
+    # One rank of two: what is refused after the ranks have met would wait for the other one.
+    launch = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+    refused = run_bounded([sys.executable, *command], 60, launch)
+    assert refused.returncode == 2, refused.stdout
     assert "exists already" in refused.stdout

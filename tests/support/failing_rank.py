@@ -1,4 +1,4 @@
-"""launch/train.py with a fault planted in rank 1: its third step raises."""
+"""A fault in rank 1, whose third step raises; as a module, launch/train.py with the fault planted."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megastable.engine.training_engine import TrainingEngine
 from megastable.training.entry import RunRequest, run_command
 
 
-def main() -> int:
-    """``failing_rank run_file run_dir``"""
+def plant_failure() -> None:
+    """Let the third step of rank 1 raise, in this process."""
     train_batch = TrainingEngine.train_batch
     steps = []
 
@@ -23,6 +23,11 @@ def main() -> int:
         return train_batch(self, *arguments, **options)
 
     TrainingEngine.train_batch = fail_on_third  # type: ignore[method-assign]
+
+
+def main() -> int:
+    """``failing_rank run_file run_dir``"""
+    plant_failure()
     return run_command(RunRequest(run_file=Path(sys.argv[1]), run_dir=Path(sys.argv[2])))
 
 

@@ -37,6 +37,11 @@ def write_run_file(folder: Path, **changes: Any) -> Path:
     return path
 
 
+def train_command(launcher: list[str], run_file: Path, run_dir: Path, *flags: str) -> list[str]:
+    """The command line of a run; with an empty ``launcher`` that of one rank, for ``run_script``."""
+    return [*launcher, *TRAIN, "--deepspeed_config", str(run_file), "--run-dir", str(run_dir), *flags]
+
+
 def start(command: list[str], environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
     """Start a launch in a process group of its own; output and errors come together in ``stdout``."""
     variables = {**os.environ, **CPU_ONLY, **(environment or {})}

@@ -20,6 +20,7 @@ from typing import Any
 REPOSITORY = Path(__file__).parents[2]
 CPU_ONLY = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}  # also on a machine with GPUs
 RANK_WORKER = "tests.support.rank_worker"
+TERMINATION_SECONDS = 5.0
 
 
 def run_ranks(
@@ -31,48 +32,75 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``function(**arguments)`` on every rank; returns what each rank returned (JSON values), by rank.
 
-    The first rank that fails ends the others, as does the time limit. The store through which they meet is held here,
-    at a port that the system picks, so that launches do not meet.
+    The first rank that fails ends the others, as does the time limit. They meet through a store at a port that the
+    system picks, so that launches do not meet.
     """
+    with hosted_store() as port, tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        (folder / "arguments.json").write_text(json.dumps(arguments))
+        name = (function.__module__, function.__qualname__)
+        exit_codes = run_processes(
+            [(_run_rank, (*name, folder, torchrun_variables(rank, world_size, port))) for rank in range(world_size)],
+            timeout_seconds,
+            accelerator,
+        )
+        outputs = [(folder / f"output_{rank}.txt") for rank in range(world_size)]
+        shown = "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in outputs if path.exists())
+        assert exit_codes == [0] * world_size, (
+            f"{function.__qualname__} failed or took over {timeout_seconds} s; exit codes {exit_codes}\n{shown}"
+        )
+        return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(world_size)]
+
+
+@contextlib.contextmanager
+def hosted_store() -> Iterator[int]:
+    """Hold the store through which ranks meet, as torchrun's agent does; yields its port, which the system picks."""
     from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = {
-        "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+    yield store.port
+
+
+def torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return what torchrun tells a rank of one machine, whose agent holds the store at ``port``."""
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "none",
     }  # fmt: skip
-    with tempfile.TemporaryDirectory() as path:
-        folder = Path(path)
-        (folder / "arguments.json").write_text(json.dumps(arguments))
-        with _environment({**CPU_ONLY, "DS_ACCELERATOR": accelerator}):
-            context: ForkServerContext | SpawnContext
-            if accelerator == "cpu":
-                context = multiprocessing.get_context("forkserver")
-                context.set_forkserver_preload([RANK_WORKER])
-            else:
-                context = multiprocessing.get_context("spawn")
-            processes: list[BaseProcess] = [
-                context.Process(
-                    target=_run_rank,
-                    args=(function.__module__, function.__qualname__, folder, {**common, "RANK": str(rank)}),
-                )
-                for rank in range(world_size)
-            ]
-            for process in processes:
-                process.start()
-        try:
-            _wait_for_all(processes, timeout_seconds)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-        outputs = [(folder / f"output_{rank}.txt") for rank in range(world_size)]
-        shown = "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in outputs if path.exists())
-        assert all(process.exitcode == 0 for process in processes), (
-            f"{function.__qualname__} failed or took over {timeout_seconds} s; exit codes "
-            f"{[process.exitcode for process in processes]}\n{shown}"
-        )
-        return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def fork_server() -> ForkServerContext:
+    """Return the context whose processes are forked from a server that has imported torch and DeepSpeed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([RANK_WORKER])
+    return context
+
+
+def run_processes(
+    targets: list[tuple[Callable[..., None], tuple[Any, ...]]], timeout_seconds: float, accelerator: str = "cpu"
+) -> list[int | None]:
+    """Call each function in a process of its own, and return their exit codes.
+
+    The first process that fails ends the others, as does the time limit: with SIGTERM first, as launchers do, so that
+    they can report what they miss.
+    """
+    with _environment({**CPU_ONLY, "DS_ACCELERATOR": accelerator}):
+        context: ForkServerContext | SpawnContext
+        context = fork_server() if accelerator == "cpu" else multiprocessing.get_context("spawn")
+        processes: list[BaseProcess] = [context.Process(target=target, args=args) for target, args in targets]
+        for process in processes:
+            process.start()
+    try:
+        _wait_for_all(processes, timeout_seconds)
+        for process in processes:
+            if process.exitcode is None:
+                process.terminate()
+        _wait_for_each(processes, TERMINATION_SECONDS)
+    finally:
+        for process in processes:
+            _kill_with_children(process)
+    return [process.exitcode for process in processes]
 
 
 def _run_rank(*arguments: Any) -> None:
@@ -87,6 +115,23 @@ def _wait_for_all(processes: list[BaseProcess], timeout_seconds: float) -> None:
         if any(process.exitcode for process in processes):
             return
         time.sleep(0.02)
+
+
+def _wait_for_each(processes: list[BaseProcess], timeout_seconds: float) -> None:
+    """Return when all have ended, well or not, or the time is over."""
+    deadline = time.monotonic() + timeout_seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+
+
+def _kill_with_children(process: BaseProcess) -> None:
+    """End a process that still runs, and what it has started: a rank leads a process group."""
+    if process.exitcode is None and process.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        # The group is made in the process's first lines, which it may not have reached.
+        process.kill()
+    process.join()
 
 
 @contextlib.contextmanager

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import gc
 import os
 import tempfile
 from collections.abc import Callable
@@ -23,22 +21,11 @@ from tests.support.tokens import micro_batches
 
 def build_engine(run: RunConfig) -> tuple[RunPlan, TrainingEngine]:
     """Build the real engine of ``run`` on the world of this process."""
-    _spare_imports_from_collections()
     allow_fp16_on_cpu(run)
     plan = RunPlan.of(run, torch.distributed.get_world_size())
     engine = TrainingEngine(run, plan.layout, plan.ramp, Path(tempfile.gettempdir()))
     _let_computation_go_first()
     return plan, engine
-
-
-@functools.cache
-def _spare_imports_from_collections() -> None:
-    """Let garbage collections leave alone what this process has imported.
-
-    DeepSpeed's BF16_Optimizer collects six times while it is built, and each time torch and its compiler would take a
-    quarter of a second to look through, in every rank.
-    """
-    gc.freeze()
 
 
 def _let_computation_go_first() -> None:

@@ -95,8 +95,8 @@ def test_every_file_that_is_named_exists_and_defines_what_is_said_of_it(page: Pa
 
 
 def defines(module: Path, name: str) -> bool:
-    """Tell whether a line of the module begins with the name."""
-    return re.search(rf"^{name}\b", module.read_text(encoding="utf-8"), re.MULTILINE) is not None
+    """Tell whether the module has a variable, function or class of the name."""
+    return re.search(rf"^(?:def |class )?{name}\b", module.read_text(encoding="utf-8"), re.MULTILINE) is not None
 
 
 @cache

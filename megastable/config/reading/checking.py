@@ -26,7 +26,7 @@ from megastable.config.reading.messages import (
     place_of,
 )
 from megastable.config.refused_keys import REFUSED_KEYS
-from megastable.config.rules import broken_rules
+from megastable.config.rules import RULES, broken_rules
 from megastable.config.run_config import MegastableConfig, RunConfig
 from megastable.config.section import Section, keys_of, section_types
 
@@ -49,7 +49,7 @@ def check(raw: Mapping[str, Any], world_size: int | None = None) -> tuple[RunCon
             _mend_key(cleaned, place, written_as)
         run, errors = _validate(cleaned)
     faults += [_value_fault(error, written_as) for error in errors]
-    faults += broken_rules({**_valid_sections(cleaned), **_launched_run(cleaned, world_size)})
+    faults += broken_rules({**_valid_sections(cleaned), **_launched_run(cleaned, world_size)}, RULES)
     if faults:
         return None, faults
     return run, faults

@@ -43,8 +43,8 @@ class Watched:
     sections: Collection[type[Section]] = ()
     found: dict[str, int] = field(default_factory=dict)
 
-    def broken_rules(self, sections: Mapping[type[Section], Section]) -> Iterator[Fault]:
-        """Yield what the registry's own ``broken_rules`` does."""
+    def broken_rules(self, sections: Mapping[type[Section], Section], _: Sequence[Rule] = ()) -> Iterator[Fault]:
+        """Yield what ``broken_rules`` does, for the rules of this object."""
         self.sections = sections.keys()
         wrapped = {rule.function: self._recording(rule.function) for rule in self.rules}
         return broken_rules(

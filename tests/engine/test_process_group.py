@@ -24,7 +24,7 @@ SHORT = timedelta(minutes=7)
 
 
 def connected_process() -> dict[str, Any]:
-    """What a process has once it is connected, and what later calls make of it."""
+    """Return what a process has once it is connected, and what later calls make of it."""
     c10d = torch.distributed.distributed_c10d
     found: dict[str, Any] = {
         "extension": deepspeed.comm.comm.cdb.shm_comm_op is not None,
@@ -39,7 +39,7 @@ def connected_process() -> dict[str, Any]:
 
 
 def accelerator_and_warnings() -> list[str]:
-    """The accelerator that DeepSpeed picks where only our package was imported before it, and what it writes."""
+    """Return the accelerator that DeepSpeed picks where only our package was imported before it, and what it writes."""
     name = os.environ.pop("DS_ACCELERATOR")
     picked = real_accelerator.ds_accelerator
     real_accelerator.ds_accelerator = None
@@ -54,7 +54,7 @@ def accelerator_and_warnings() -> list[str]:
 
 
 def threads_of_two_processes() -> int:
-    """Threads of a process that shares this machine with another one, where nobody has said how many."""
+    """Count the threads of a process that shares this machine with another one, where nobody has said how many."""
     del os.environ["OMP_NUM_THREADS"]
     torch.set_num_threads((os.cpu_count() or 1) + 1)
     process_group._prepare_device(Launch(0, 0, 2, 2, "127.0.0.1", 29500, True))

@@ -55,7 +55,7 @@ class Layout:
     sequence_parallel: bool = False
 
     def run(self, changes: dict[str, Any]) -> RunConfig:
-        """The tiny run on this layout."""
+        """Return the tiny run on this layout."""
         tensor = {"size": self.tensor_size, "sequence_parallel": self.sequence_parallel}
         return tiny_run(**changes, megastable__pipeline__num_stages=self.num_stages, megastable__tensor_parallel=tensor)
 

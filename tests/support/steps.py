@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Callable
@@ -38,8 +39,10 @@ def _let_computation_go_first() -> None:
     if not hasattr(os, "SCHED_BATCH"):
         return
     for task in Path("/proc/self/task").iterdir():
-        if (task / "comm").read_text().startswith("gloo_tcp_loop"):
-            os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
+        # A thread may end while this looks at it.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if (task / "comm").read_text().startswith("gloo_tcp_loop"):
+                os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
 
 
 def train(
@@ -50,7 +53,7 @@ def train(
     before_step: Callable[[TrainingState], None] = lambda state: None,
     watch: Callable[[TrainingState], bool] = lambda state: False,
 ) -> tuple[TrainingState, list[dict[str, Any]]]:
-    """``num_steps`` steps from ``state``; returns the state reached and one dictionary a step."""
+    """Take ``num_steps`` steps from ``state``; return the state reached and one dictionary a step."""
     state, rows = state or TrainingState(), []
     model = plan.run.megastable.model
     for _ in range(num_steps):

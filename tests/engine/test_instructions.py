@@ -77,7 +77,7 @@ def test_every_changed_row_is_a_registered_departure() -> None:
 
 
 def mentions(source: str) -> Iterator[ast.AST]:
-    """Yield every place where ``source`` names the map: as an attribute, a name, a keyword, or a string that is its name."""
+    """Yield every place where ``source`` names the map: as an attribute, a name, a keyword, or a whole string."""
     for node in ast.walk(ast.parse(source)):
         name = getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "arg", None)
         if name == MAP or (isinstance(node, ast.Constant) and node.value == MAP):

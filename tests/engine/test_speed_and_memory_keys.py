@@ -31,7 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def steps_in_chunks() -> dict[str, Any]:
-    """Return the rows of every layout with a loss in chunks of 6 tokens, which no slice divides by, and an evaluation."""
+    """Return the rows of every layout, its loss in chunks of 6 tokens, which divide no slice, and an evaluation."""
     results = {}
     for name, layout in LAYOUTS.items():
         plan, engine = build_engine(tiny_run(**ODD, **layout, megastable__training__loss_chunk_tokens=6))

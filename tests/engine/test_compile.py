@@ -34,7 +34,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def steps_of(name: str, compiled: bool) -> list[tuple[float, float]]:
-    """Loss and norm of every step; one of each micro-batch size is watched, and another one follows it."""
+    """Return loss and norm of every step; one of each micro-batch size is watched, and another one follows it."""
     from tests.support.steps import build_engine, train
 
     run = tiny_run(**{**SMALL, **RUNS[name]}, megastable__model__compile=compiled)
@@ -46,8 +46,9 @@ def steps_of(name: str, compiled: bool) -> list[tuple[float, float]]:
 
 
 def graphs_and_steps(backend: str, names: list[str]) -> dict[str, Any]:
-    """For every run: the graphs that were compiled, and the rows without and with compilation."""
+    """Return, for every run, the number of graphs that were compiled, and the rows without and with compilation."""
     import torch._dynamo
+    import torch._inductor.config
 
     from megastable.engine import pipeline_module
 
@@ -55,6 +56,8 @@ def graphs_and_steps(backend: str, names: list[str]) -> dict[str, Any]:
     results = {}
     with tempfile.TemporaryDirectory() as cache, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
+        # Torch would compile a program for each set of vector instructions, to see whether it runs: five seconds.
+        patch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)
         for name in names:
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
@@ -64,7 +67,7 @@ def graphs_and_steps(backend: str, names: list[str]) -> dict[str, Any]:
 
 
 def assert_equal_steps(results: dict[str, Any]) -> None:
-    """And every micro-batch size of a run has made one graph."""
+    """Assert that compilation changes no step, and that every micro-batch size of a run has made one graph."""
     for name, (graphs, plain, compiled) in results.items():
         assert graphs == (1 if name == "real kernels" else 2), name
         for step, (row, expected) in enumerate(zip(compiled, plain, strict=True)):
@@ -77,7 +80,7 @@ def test_steps_are_equal_and_each_micro_batch_size_is_compiled_once() -> None:
 
 
 def losses_across_checkpoints(folder: str) -> dict[str, list[float]]:
-    """Two steps, a checkpoint and two more, by whether the first and the second part are compiled."""
+    """Take two steps, save, and take two more in a new engine, by whether the first and the second are compiled."""
     from megastable.config.run_config import run_as_dict
     from megastable.engine import pipeline_module
     from megastable.engine.checkpoint import load_checkpoint, save_checkpoint
@@ -103,7 +106,7 @@ def test_a_checkpoint_continues_with_and_without_compilation(tmp_path: Path) -> 
 
 
 def graphs_of_many_sizes() -> int:
-    """Graphs that one block is compiled to for more micro-batch sizes than torch would keep forms of a function."""
+    """Count the graphs of one block for more micro-batch sizes than torch would keep forms of a function."""
     import torch._dynamo
 
     from megastable.engine import pipeline_module

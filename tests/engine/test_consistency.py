@@ -21,18 +21,18 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def verdict(engine: Any) -> str:
-    """What the check says; empty where all is well."""
+    """Return what the check says; empty where all is well."""
     return "\n".join(engine.check_consistency()[0])
 
 
 def flip_lowest_bit(weight: torch.Tensor) -> None:
-    """The smallest change that a weight can have."""
+    """Change a weight as little as it can be changed."""
     bits = weight.detach().view(-1).view(torch.int32 if weight.element_size() == 4 else torch.int16)
     bits[len(bits) // 2] ^= 1
 
 
 def damaged_replica() -> dict[str, list[str]]:
-    """Before and after one bit of a weight changes on rank 3 alone (stage 1, replica 1)."""
+    """Return the verdicts before and after one bit of a weight changes on rank 3 alone (stage 1, replica 1)."""
     results = {}
     for name, changes in PRECISIONS.items():
         plan, engine = build_engine(tiny_run(**COMMON, **changes))
@@ -55,7 +55,7 @@ def test_one_bit_on_one_replica_is_found_and_named() -> None:
 
 
 def damaged_copies() -> list[str]:
-    """One bit of the tied embedding on the last stage; one of a norm on tensor rank 1."""
+    """Flip one bit of the tied embedding on the last stage, and one of a norm on tensor rank 1."""
     verdicts = []
     for tensor, victim in ((1, "tied_modules.embedding.weight"), (2, "4.attention_norm.weight")):
         tensor_parallel = {"size": tensor}
@@ -77,7 +77,7 @@ def test_tied_copies_and_copies_on_tensor_ranks_are_compared() -> None:
 
 
 def damaged_master() -> list[str]:
-    """One replica: a weight that is not its master rounded has no other copy that could tell."""
+    """Flip one bit of a weight of a single replica, which has no other copy: its master alone can tell."""
     verdicts = []
     for changes in PRECISIONS.values():
         plan, engine = build_engine(tiny_run(**COMMON, **changes))

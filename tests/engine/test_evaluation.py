@@ -16,11 +16,13 @@ from tests.support.tiny_run import tiny_run
 
 NUM_STEPS, MICRO_BATCH_SIZE, MOST_SAMPLES = 3, 2, 100
 RUN = {"train_micro_batch_size_per_gpu": MICRO_BATCH_SIZE, "megastable__batch_rampup": {"final": 8}}
-TOKENS = np.random.default_rng(5).integers(0, 300, 16 * 12 + 6)  # 13 samples, the last with 5 counted labels
+TOKENS = np.random.default_rng(5).integers(
+    0, 300, 16 * 12 + 6, dtype=np.uint16
+)  # 13 samples, the last with 5 counted labels
 
 
 def evaluations() -> dict[str, float]:
-    """The validation loss after some steps, by stages and tensor ranks."""
+    """Return the validation loss after some steps, by stages and tensor ranks."""
     losses = {}
     for num_stages, tensor_size in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4)):
         run = tiny_run(

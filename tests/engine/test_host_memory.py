@@ -14,7 +14,7 @@ BARE_PROCESS = "from tests.engine.test_host_memory import page_faults; print('fa
 
 
 def page_faults() -> int:
-    """Pages that are faulted in as large tensors come and go, after a few rounds."""
+    """Count the pages that are faulted in as large tensors come and go, after a few rounds."""
     before = 0
     for turn in range(8):
         if turn == 4:

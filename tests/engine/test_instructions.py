@@ -26,7 +26,7 @@ TABLE = instruction_table([], BusyTime())
 
 
 class Engine:
-    """An engine as far as ``install_instructions`` goes: its class has DeepSpeed's map."""
+    """Stands for an engine as far as ``install_instructions`` goes: its class has DeepSpeed's map."""
 
     _INSTRUCTION_MAP = PipelineEngine._INSTRUCTION_MAP
 
@@ -85,7 +85,7 @@ def test_every_changed_row_is_a_registered_departure() -> None:
 
 
 def mentions(source: str) -> Iterator[ast.AST]:
-    """Every place where ``source`` names the map: as an attribute, a name, a keyword, or a string that is its name."""
+    """Yield every place where ``source`` names the map: as an attribute, a name, a keyword, or a whole string."""
     for node in ast.walk(ast.parse(source)):
         name = getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "arg", None)
         if name == MAP or (isinstance(node, ast.Constant) and node.value == MAP):
@@ -149,7 +149,7 @@ class CopiesOf(TorchDispatchMode):
 
 
 def copies_of_activations() -> dict[str, int]:
-    """Copies of what was received over three steps, how much was received, and what the last stage holds at the end."""
+    """Count what is received in three steps, the copies of it, and what the last stage holds at the end."""
     plan, engine = build_engine(tiny_run(megastable__pipeline__num_stages=2))
     pipeline, counts = engine.deepspeed, {"received": 0, "copied": 0}
     receive, forward = (pipeline._INSTRUCTION_MAP[kind] for kind in (schedule.RecvActivation, schedule.ForwardPass))
@@ -183,7 +183,7 @@ def test_no_received_activation_is_copied_and_no_output_is_held() -> None:
 
 
 def reductions_of_one_replica() -> int:
-    """How often DeepSpeed reduces over replicas in two steps of a single one."""
+    """Count how often DeepSpeed reduces over replicas in two steps of a single one."""
     plan, engine = build_engine(tiny_run())
     calls = []
     engine.deepspeed.allreduce_gradients = lambda **_: calls.append(1)

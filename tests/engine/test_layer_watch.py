@@ -40,11 +40,12 @@ LAYOUTS = {  # stages, tensor ranks, slices; four processes
 
 
 def run_of(variant: str, **changes: Any) -> RunConfig:
+    """Return the tiny run of a variant, with batches of one size."""
     return tiny_run(**VARIANTS[variant], megastable__batch_rampup={"final": BATCH}, **changes)
 
 
 def watched(variant: str) -> dict[str, Any]:
-    """The layers of the last step, by layout."""
+    """Watch the last step; return what was seen, by layout."""
     results = {}
     for name, (num_stages, size, slices) in LAYOUTS.items():
         run = run_of(
@@ -59,7 +60,7 @@ def watched(variant: str) -> dict[str, Any]:
 
 
 def plain_layers(run: RunConfig) -> dict[str, dict[str, float]]:
-    """The same from one process in plain torch: whole tensors, before and after the last update."""
+    """Compute the same in plain torch, in one process, from whole tensors before and after the last update."""
     model, names = ReferenceModel(run), [layer.name for layer in gpt_layers(run, OneProcess())]
     optimizer, plan = reference_optimizer(model, run), RunPlan.of(run, world_size=1)
     size = run.megastable.model
@@ -73,7 +74,7 @@ def plain_layers(run: RunConfig) -> dict[str, dict[str, float]]:
             handle.remove()
         optimizer.zero_grad()
         loss.backward()
-        gradients = {parameter: parameter.grad.clone() for parameter in model.parameters()}
+        gradients = {parameter: _gradient(parameter) for parameter in model.parameters()}
         before = {parameter: parameter.detach().clone() for parameter in model.parameters()}
         nn.utils.clip_grad_norm_(model.parameters(), run.clip_norm or math.inf)
         for group in optimizer.param_groups:
@@ -95,12 +96,19 @@ def plain_layers(run: RunConfig) -> dict[str, dict[str, float]]:
     return seen
 
 
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """Return a copy of the parameter's gradient, which clipping will not scale."""
+    assert parameter.grad is not None
+    return parameter.grad.clone()
+
+
 def norm(tensors: Iterator[Tensor]) -> float:
+    """Return the norm of all elements of ``tensors`` together."""
     return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
 
 
 def watch_activations(model: ReferenceModel, names: list[str], seen: dict[str, dict[str, float]]) -> Iterator[Any]:
-    """Hooks that keep the largest output of every layer, and the largest product of a query and a key."""
+    """Yield the handles of hooks that keep each layer's largest output, and largest product of a query and a key."""
     for name, (forward, module) in zip(names, model.forwards, strict=True):
 
         def keep(_: nn.Module, inputs: Any, output: Tensor, name: str = name) -> None:
@@ -114,7 +122,8 @@ def watch_activations(model: ReferenceModel, names: list[str], seen: dict[str, d
             keep(_, (torch.zeros(1),), output, name)
 
         assert name == "head" or forward is None
-        yield (module.cap if name == "head" else module).register_forward_hook(keep_output)
+        watched_module = module.get_submodule("cap") if name == "head" else module
+        yield watched_module.register_forward_hook(keep_output)
         for child in module.modules() if name.startswith("block") else []:
             if isinstance(child, ColumnParallelLinear):
                 yield child.register_forward_hook(keep_output)
@@ -150,9 +159,9 @@ def test_every_value_of_every_layer_equals_one_process(variant: str) -> None:
 
 
 def precisions_watched() -> dict[str, Any]:
-    """One watched step in each 16-bit format, and one that overflows."""
+    """Watch one step in each format, and one that overflows."""
     common = {"megastable__training__fp16_on_cpu": True, "megastable__pipeline__num_stages": 2}
-    formats = {
+    formats: dict[str, dict[str, Any]] = {
         "fp16": {"fp16": {"enabled": True, "initial_scale_power": 7}},
         "fp16, overflow": {"fp16": {"enabled": True, "initial_scale_power": 40}},
         "bf16": {"bf16": {"enabled": True}},
@@ -184,11 +193,11 @@ def test_sixteen_bits_show_unscaled_gradients_and_the_room_that_is_left() -> Non
 
 
 def watching_changes_nothing() -> list[list[list[float]]]:
-    """Losses and norms with every step watched, and with none."""
+    """Return losses and norms with every step watched, and with none."""
     results = []
-    for watch in (True, False):
+    for watch in (lambda state: True, lambda state: False):
         run = tiny_run(megastable__model__dropout=0.1, megastable__pipeline__num_stages=2)
-        rows = train(*build_engine(run), 4, watch=lambda state, watch=watch: watch)[1]
+        rows = train(*build_engine(run), 4, watch=watch)[1]
         results.append([[row["loss"], row["grad_norm"]] for row in rows])
     return results
 

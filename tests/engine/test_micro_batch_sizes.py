@@ -20,13 +20,13 @@ MICRO_BATCH_SECONDS = {"costly micro-batches": 0.9, "cheap micro-batches": 0.1}
 
 
 def run_of(num_stages: int, **ramp: Any) -> RunConfig:
-    """The tiny run in fp32, with more keys of the ramp."""
+    """Return the tiny run in fp32, with more keys of the ramp."""
     changes = {"megastable__pipeline": {"num_stages": num_stages}, "megastable__batch_rampup": {**RAMP, **ramp}}
     return run_from_dict(run_dict(**changes))
 
 
 def steps_of(num_stages: int, calibrations: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
-    """On every rank: the rows with micro-batches of one sample, and with those chosen by each calibration."""
+    """Return, on every rank, the rows with micro-batches of one sample, and with those chosen by each calibration."""
     rows = {"one sample": train(*build_engine(run_of(num_stages)), NUM_STEPS)[1]}
     for name, path in calibrations.items():
         run = with_chosen_micro_batches(run_of(num_stages, micro_batch_size="auto", calibration=path), 2)

@@ -11,7 +11,7 @@ import torch.distributed
 
 from megastable.engine.training_engine import TrainingEngine
 from tests.support.ranks import run_ranks
-from tests.support.reference import train_reference
+from tests.support.reference import ReferenceStep, train_reference
 from tests.support.steps import build_engine, train
 from tests.support.tiny_run import tiny_run
 
@@ -36,7 +36,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def steps_of_precisions() -> dict[str, Any]:
-    """Rows of every precision, and whether the copies of the tied embedding are equal at the end."""
+    """Take the steps of every precision; return their rows, and whether the copies of the tied embedding are equal."""
     results = {}
     for name, changes in PRECISIONS.items():
         plan, engine = build_engine(tiny_run(**CPU_FP16, **changes, gradient_clipping=0.0))
@@ -49,7 +49,7 @@ def steps_of_precisions() -> dict[str, Any]:
 
 
 def tied_copies_equal(engine: TrainingEngine) -> bool:
-    """True where all ranks hold the same embedding, to the bit."""
+    """Tell whether all ranks hold the same embedding, to the bit."""
     weight = engine.deepspeed.module.tied_modules["embedding"].weight.detach().clone()
     copies = [torch.empty_like(weight) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(copies, weight)
@@ -58,12 +58,18 @@ def tied_copies_equal(engine: TrainingEngine) -> bool:
 
 @pytest.fixture(scope="module")
 def precisions() -> dict[str, Any]:
+    """Start four processes for the steps of all precisions."""
     return run_ranks(steps_of_precisions, world_size=4)[0]
 
 
+@pytest.fixture(scope="module")
+def expected() -> list[ReferenceStep]:
+    """Take the same steps in fp32, in one process."""
+    return train_reference(tiny_run(gradient_clipping=0.0), NUM_STEPS)[0]
+
+
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_sixteen_bits_follow_fp32(precisions: dict[str, Any], name: str) -> None:
-    expected, _ = train_reference(tiny_run(gradient_clipping=0.0), NUM_STEPS)
+def test_sixteen_bits_follow_fp32(precisions: dict[str, Any], expected: list[ReferenceStep], name: str) -> None:
     rows = precisions[name]["rows"]
     tolerance = 2e-2 if name.startswith("bf16") else 3e-3
     assert [row["loss"] for row in rows] == pytest.approx([step.loss for step in expected], rel=tolerance)
@@ -90,7 +96,7 @@ def test_a_step_that_grows_the_scale_applies_its_whole_gradient(precisions: dict
 
 
 def overflowing_steps() -> dict[str, Any]:
-    """fp16 from a scale that overflows: rows, and for every step whether this rank's weights changed."""
+    """Train in fp16 from a scale that overflows; return the rows, and whether each step changed this rank's weights."""
     run = tiny_run(**CPU_FP16, fp16={"enabled": True, "initial_scale_power": 24, "hysteresis": 1})
     plan, engine = build_engine(run)
     snapshots = []
@@ -109,7 +115,7 @@ def test_an_overflow_skips_the_step_on_all_ranks() -> None:
     by_rank = run_ranks(overflowing_steps, world_size=4)
     rows = by_rank[0]["rows"]
     skipped = [row["skipped"] for row in rows]
-    assert skipped[0] and not skipped[-1], "the test wants skipped steps first and applied ones later"
+    assert skipped[0] and not skipped[-1], "the test needs skipped steps first and applied ones later"
     for result in by_rank:
         assert [row["skipped"] for row in result["rows"]] == skipped
         # lr is 0 at the first applied step of the warmup: weights may stay equal there, never move on a skip
@@ -130,11 +136,12 @@ BAD_GRADIENT_PRECISIONS = ("fp32", "bf16", "bf16, fp32 sums", "fp16 dynamic")
 
 
 def bad_gradient_on_one_rank() -> dict[str, Any]:
-    """One inf in the gradient of rank 1's first weight at step 2, in every precision."""
+    """Put one inf into the gradient of rank 1's first weight at step 2, in every precision."""
     return {name: _bad_gradient_at_step_2({**PRECISIONS, "fp32": {}}[name]) for name in BAD_GRADIENT_PRECISIONS}
 
 
 def _bad_gradient_at_step_2(changes: dict[str, Any]) -> dict[str, Any]:
+    """Take five steps; return which were skipped, and a checksum of this rank's weights before each and at the end."""
     plan, engine = build_engine(tiny_run(**CPU_FP16, **changes))
     victim = next(iter(engine.deepspeed.module.parameters()))
     checksums, armed = [], [False]

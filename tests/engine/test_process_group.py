@@ -26,7 +26,7 @@ SHORT = timedelta(minutes=7)
 
 
 def connected_process() -> dict[str, Any]:
-    """What a process has once it is connected, and what later calls make of it."""
+    """Return what a process has once it is connected, and what later calls make of it."""
     c10d = torch.distributed.distributed_c10d
     found: dict[str, Any] = {
         "extension": deepspeed.comm.comm.cdb.shm_comm_op is not None,
@@ -41,7 +41,7 @@ def connected_process() -> dict[str, Any]:
 
 
 def accelerator_and_warnings() -> list[str]:
-    """The accelerator that DeepSpeed picks where only our package was imported before it, and what it writes."""
+    """Return the accelerator that DeepSpeed picks where only our package was imported before it, and what it writes."""
     name = os.environ.pop("DS_ACCELERATOR")
     picked = real_accelerator.ds_accelerator
     real_accelerator.ds_accelerator = None
@@ -56,7 +56,7 @@ def accelerator_and_warnings() -> list[str]:
 
 
 def threads_beside_another_process() -> dict[str, int]:
-    """Threads of a process beside a second one, where the environment does not say how many."""
+    """Count the threads of a process beside a second one, where the environment does not say how many."""
     del os.environ["OMP_NUM_THREADS"]
     own = Peer(0, "here", 1, cpu_mask())
     others = {

@@ -15,7 +15,7 @@ from megastable.core.batch_rampup import BatchRampup, LinearRamp
 
 
 def megatron(ramp: BatchRampup) -> RampupBatchsizeNumMicroBatchesCalculator:
-    """Megatron's calculator for the same run."""
+    """Build Megatron's calculator for the same run."""
     linear = ramp.schedule
     assert isinstance(linear, LinearRamp)
     return RampupBatchsizeNumMicroBatchesCalculator(
@@ -31,12 +31,12 @@ def megatron(ramp: BatchRampup) -> RampupBatchsizeNumMicroBatchesCalculator:
 
 
 def is_exact_boundary(linear: LinearRamp, consumed: int) -> bool:
-    """True where consumed * n / ramp_samples is a whole number."""
+    """Tell whether consumed * n / ramp_samples is a whole number."""
     return consumed * linear.num_increments % linear.ramp_samples == 0
 
 
 def compare(ramp: BatchRampup, num_steps: int) -> int:
-    """Step through the run; asserts equal batches, returns the number of steps compared."""
+    """Step through the run and assert equal batches; return the number of steps compared."""
     linear, reference = ramp.schedule, megatron(ramp)
     assert isinstance(linear, LinearRamp)
     consumed = compared = 0
@@ -54,7 +54,7 @@ def compare(ramp: BatchRampup, num_steps: int) -> int:
 
 @st.composite
 def ramps(draw: st.DrawFn) -> BatchRampup:
-    """Ramps that fit their layout: short ones with many boundaries, and some of a real run's length."""
+    """Draw ramps that fit their layout: short ones with many boundaries, and some of a real run's length."""
     micro, replicas = draw(st.integers(1, 8)), draw(st.integers(1, 16))
     unit = micro * replicas
     start, increment = unit * draw(st.integers(1, 20)), unit * draw(st.integers(1, 6))

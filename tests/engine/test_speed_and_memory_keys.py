@@ -31,7 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def steps_in_chunks() -> dict[str, Any]:
-    """The rows of every layout with a loss in chunks of 6 tokens, which no slice divides by, and an evaluation."""
+    """Return the rows of every layout, its loss in chunks of 6 tokens, which divide no slice, and an evaluation."""
     results = {}
     for name, layout in LAYOUTS.items():
         plan, engine = build_engine(tiny_run(**ODD, **layout, megastable__training__loss_chunk_tokens=6))
@@ -72,7 +72,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def precisions_whole_and_in_chunks() -> dict[str, Any]:
-    """In every precision: losses and norms with all logits at once, and in chunks."""
+    """Return, in every precision, losses and norms with all logits at once, and in chunks."""
     results: dict[str, Any] = {}
     for name, keys in PRECISIONS.items():
         for chunk_tokens in (None, 6):
@@ -96,7 +96,7 @@ KINDS = [False, True, ["attention"], ["feed_forward"], ["attention", "feed_forwa
 
 
 def kinds_with_dropout() -> dict[str, Any]:
-    """On tensor ranks, without and with slices: losses and norms of every kind of recomputation."""
+    """Return, on tensor ranks without and with slices, losses and norms of every kind of recomputation."""
     results: dict[str, Any] = {}
     for slices in (False, True):
         for kinds in KINDS:

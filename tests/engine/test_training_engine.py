@@ -17,7 +17,7 @@ from tests.support.tokens import micro_batches
 
 
 def output_of_an_engine() -> str:
-    """What building an engine of two stages and two steps write to the terminal of this rank."""
+    """Return what building an engine of two stages and two steps write to the terminal of this rank."""
     with captured_output() as texts:
         train(*build_engine(tiny_run(megastable__pipeline__num_stages=2)), 2)
     return texts[0]
@@ -28,7 +28,7 @@ def test_an_engine_is_built_and_steps_in_silence() -> None:
 
 
 def after_three_steps(folder: str) -> dict[str, Any]:
-    """Two replicas with a CSV writer, after three steps and an evaluation: what was written, and what is kept."""
+    """Train two replicas with a CSV writer for three steps, and evaluate; return what was written, and what is kept."""
     writer = {"enabled": True, "output_path": folder, "job_name": "job"}
     plan, engine = build_engine(tiny_run(csv_monitor=writer))
     state, _ = train(plan, engine, 3)

@@ -22,7 +22,7 @@ RUN: dict[str, Any] = {
 
 
 def reported_weights() -> dict[str, Any]:
-    """Every kind of weight as the engine reports it, by layout."""
+    """Return every kind of weight as the engine reports it, by layout."""
     found = {}
     for num_stages, tensor_size in ((2, 2), (4, 1), (1, 4)):
         parallel = {

@@ -20,7 +20,7 @@ NUM_STEPS = 30
 
 
 def golden_steps() -> list[dict[str, Any]]:
-    """The recorded run: fp32 on one process, the ramp from 4 to 12 samples, the whole cosine."""
+    """Take the recorded run: fp32 on one process, the ramp from 4 to 12 samples, the whole cosine."""
     run = tiny_run(megastable__training={"total_steps": NUM_STEPS, "seed": 7})
     rows = train(*build_engine(run), NUM_STEPS)[1]
     return [{name: row[name] for name in ("loss", "grad_norm", "lr", "global_batch_size")} for row in rows]

@@ -33,7 +33,7 @@ class ReferenceModel(nn.Module):
             self.forwards.append((layer.forward, module))
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """(batch, seq) to logits (batch, seq, padded vocabulary)."""
+        """Compute logits (batch, seq, padded vocabulary) from token ids (batch, seq)."""
         x: Any = token_ids
         for forward, module in self.forwards:
             x = module(x) if forward is None else forward(module, x)
@@ -72,7 +72,7 @@ def train_reference(run: RunConfig, num_steps: int) -> tuple[list[ReferenceStep]
 
 
 def with_z_loss(loss: Tensor, logits: Tensor, labels: Tensor, run: RunConfig) -> Tensor:
-    """What the gradient is of."""
+    """Add the z-loss where the run has one: the gradient is that of the sum."""
     if not run.megastable.training.z_loss:
         return loss
     normaliser = logits.logsumexp(-1)[labels != IGNORED_LABEL]
@@ -80,7 +80,7 @@ def with_z_loss(loss: Tensor, logits: Tensor, labels: Tensor, run: RunConfig) ->
 
 
 def reference_optimizer(model: nn.Module, run: RunConfig) -> torch.optim.Optimizer:
-    """AdamW that decays matrices only."""
+    """Build an AdamW that decays matrices only."""
     params = run.optimizer.params
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
@@ -91,7 +91,7 @@ def reference_optimizer(model: nn.Module, run: RunConfig) -> torch.optim.Optimiz
 
 
 def _plain(run: RunConfig) -> object:
-    """One stage, one tensor rank, all logits at once, and nothing computed again."""
+    """Return the settings with one stage, one tensor rank, all logits at once, and nothing computed again."""
     training = run.megastable.training.model_copy(update={"loss_chunk_tokens": None})
     sections = {"pipeline": PipelineConfig(), "tensor_parallel": TensorParallelConfig(), "training": training}
     return run.megastable.model_copy(update=sections)

@@ -30,7 +30,7 @@ TINY_RUN: dict[str, Any] = {
 
 
 def run_dict(**changes: Any) -> dict[str, Any]:
-    """``TINY_RUN`` with values replaced; keys are paths with ``__`` for dots: ``megastable__model__dropout=0.1``."""
+    """Return ``TINY_RUN`` with values replaced; keys are paths with ``__`` for dots: ``megastable__model__dropout``."""
     values = copy.deepcopy(TINY_RUN)
     for path, value in changes.items():
         *parents, key = path.split("__")
@@ -45,5 +45,5 @@ def run_dict(**changes: Any) -> dict[str, Any]:
 
 
 def tiny_run(**changes: Any) -> RunConfig:
-    """The same as a RunConfig."""
+    """Return the same as a RunConfig."""
     return run_from_dict(run_dict(**changes))

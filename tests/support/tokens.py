@@ -12,7 +12,7 @@ from megastable.core.labels import IGNORED_LABEL
 
 
 def sample(index: int, seq_length: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Token ids and labels (seq,) of sample ``index``; every third sample counts only its first ``index % 7 + 1``."""
+    """Make ids and labels (seq,) of sample ``index``; every third sample counts only its first ``index % 7 + 1``."""
     generator = torch.Generator().manual_seed(1000 + index)
     # Squares of uniform numbers: frequent small ids give the model something to learn.
     tokens = (torch.rand(seq_length + 1, generator=generator) ** 2 * vocab_size).long()
@@ -23,7 +23,7 @@ def sample(index: int, seq_length: int, vocab_size: int) -> tuple[Tensor, Tensor
 
 
 def global_batch(first: int, size: int, seq_length: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Samples ``first`` to ``first + size``, (size, seq) each."""
+    """Stack the samples ``first`` to ``first + size`` to ids and labels, (size, seq) each."""
     pairs = [sample(first + offset, seq_length, vocab_size) for offset in range(size)]
     return torch.stack([ids for ids, _ in pairs]), torch.stack([labels for _, labels in pairs])
 
@@ -31,7 +31,7 @@ def global_batch(first: int, size: int, seq_length: int, vocab_size: int) -> tup
 def micro_batches(
     batch: Batch, first: int, replica: int, num_replicas: int, seq_length: int, vocab_size: int
 ) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
-    """One replica's micro-batches of the global batch that starts at sample ``first``."""
+    """Yield one replica's micro-batches of the global batch that starts at sample ``first``."""
     ids, labels = global_batch(first, batch.global_batch_size, seq_length, vocab_size)
     denominator = (labels != IGNORED_LABEL).sum().float() / (batch.num_microbatches * num_replicas)
     for index in range(batch.num_microbatches):

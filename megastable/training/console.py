@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from megastable.core.records import Event
+from megastable.monitors.numbers import reason_of_skip
 from megastable.training.metrics import StepMetrics
 
 QUIET_EVENTS = ("overflow", "skip")
@@ -127,7 +128,7 @@ def summary(metrics: StepMetrics) -> str:
         f"{metrics.tflops_per_device:.3g} TFLOPs",
     ]
     if metrics.skipped:
-        parts.append("SKIPPED: a gradient was not finite")
+        parts.append(f"SKIPPED: {reason_of_skip(metrics.grad_norm)}")
     if metrics.eval_loss is not None:
         parts.append(f"eval loss {metrics.eval_loss:.4f}")
     return " | ".join(parts)

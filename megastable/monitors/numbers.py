@@ -156,9 +156,9 @@ class SkippedSteps(Monitor):
                 "a loss. The weights are those before these steps. Go on from a checkpoint before the first of them."
             )
         return (
-            f"{skips} {reason}, and {scale}. {self._where_it_overflows(seen.result.watched)} The weights are those before these steps. Go on from a "
-            "checkpoint before the first of them with a lower learning rate, a longer warmup or a smaller init std; on "
-            "a device that has bf16, take that instead of fp16."
+            f"{skips} {reason}, and {scale}. {self._where_it_overflows(seen.result.watched)} The weights are those "
+            "before these steps. Go on from a checkpoint before the first of them with a lower learning rate, a longer "
+            "warmup or a smaller init std; on a device that has bf16, take that instead of fp16."
         )
 
     def _where_it_overflows(self, watched: Watched | None) -> str:

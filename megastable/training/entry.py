@@ -17,6 +17,7 @@ from megastable.core.errors import UserError
 from megastable.core.launch import Launch, check_hostfile
 from megastable.planning.micro_batches import with_chosen_micro_batches, with_recorded_micro_batches
 from megastable.planning.run_plan import RunPlan
+from megastable.training.output import protect_standard_streams
 from megastable.training.run_folder import RunFolder, check_continues, checkpoint_to_load, checkpoint_to_resume
 
 EXIT_CODE_INTERRUPTED = 130
@@ -40,6 +41,7 @@ class RunRequest:
 
 def run_command(request: RunRequest) -> int:
     """Train as requested and return the exit code."""
+    protect_standard_streams()
     try:
         _plan_and_train(request)
     except UserError as error:

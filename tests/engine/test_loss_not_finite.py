@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -91,5 +92,5 @@ def test_a_loss_that_alone_is_not_finite_skips_on_all_ranks(num_stages: int, ten
             for part in ("state", "scaler"):
                 assert seen[BAD_STEP][part] == seen[BAD_STEP + 1][part], f"{name}: {part} moved in a skipped step"
             assert seen[BAD_STEP]["state"] != seen[BAD_STEP - 1]["state"] != seen[BAD_STEP + 2]["state"], name
-            used = [after["collectives"] - before["collectives"] for before, after in zip(seen, seen[1:], strict=False)]
+            used = [after["collectives"] - before["collectives"] for before, after in itertools.pairwise(seen)]
             assert used[BAD_STEP] == used[BAD_STEP - 1], f"{name}: a skipped step needs no further collective"

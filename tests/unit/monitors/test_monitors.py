@@ -178,7 +178,10 @@ def test_a_loss_that_alone_is_not_finite_is_a_skip_with_words_of_its_own(changes
     monitors = monitors_of(megastable__monitors__max_skips_at_min_scale=2, **changes)
     bad = {"skipped": True, "grad_norm": 0.5, "loss": math.inf, "loss_scale": 1024.0}
     (skip,) = monitors.observe(seen(5, **bad))
-    assert (skip.kind, skip.text) == ("skip", "the loss was not finite, though every gradient was: the step was skipped")
+    assert (skip.kind, skip.text) == (
+        "skip",
+        "the loss was not finite, though every gradient was: the step was skipped",
+    )
     stop = monitors.observe(seen(6, **bad))[-1]
     assert stop.kind == STOP, "a lower loss scale cannot end these skips, however much it may fall"
     assert "the loss was not finite" in stop.text and "step 6" in stop.text and "scale" not in stop.text

@@ -14,8 +14,8 @@ from megastable.core.records import Event
 from megastable.monitors.numbers import reason_of_skip
 from megastable.training.metrics import StepMetrics
 
-QUIET_EVENTS = ("overflow", "skip")
-"""Kinds of events that show in the line of the step itself."""
+QUIET_EVENTS = ("overflow", "skip", "resume", "changed", "passed_over")
+"""Kinds of events that show in the line of the step itself, or have been printed when the run started."""
 
 
 class StepDisplay(Protocol):

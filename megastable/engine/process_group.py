@@ -186,6 +186,8 @@ def reporting_failures(rank: int, layout: ParallelLayout, peers: list[Peer]) -> 
         _leave_together()
         raise
     except UserError:
+        # Rank 0 says what is wrong. A rank that its launcher ends meanwhile has no loss to report.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise
     except Exception as error:
         _end(_failure(error, rank, layout, peers))

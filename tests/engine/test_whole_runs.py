@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megastable.core.checkpoint_folder import folder_name, newest_complete, step_folders
+from megastable.core.errors import UserError
 from tests.support.launches import metrics, train_command, write_run_file
 from tests.support.scripts import FinishedScript, run_script
 
@@ -75,6 +76,25 @@ def test_overflows_at_every_step_of_bf16_stop_the_run_on_all_ranks_with_a_diagno
     assert newest_complete(tmp_path / "run" / "checkpoints", warn=print) is None
 
 
+def find_a_mistake_late() -> None:
+    """Let all ranks find a mistake of the user's once they are connected."""
+    from megastable.training import build
+
+    def check(value: str, what: str) -> None:
+        raise UserError(f"{what} differs")
+
+    build.check_equal_on_all_ranks = check
+
+
+def test_a_mistake_that_connected_ranks_find_is_reported_once_and_no_rank_reports_a_loss(
+    trained: tuple[Path, Path], tmp_path: Path
+) -> None:
+    finished = run(trained[0], tmp_path / "run", first=find_a_mistake_late)
+    assert finished.exit_codes == [2, -signal.SIGTERM], finished.output
+    assert finished.output.count("the tokenised corpus of megastable.data differs") == 1
+    assert "is gone" not in finished.output and "was told to stop" not in finished.output
+
+
 def load_a_bad_weight() -> None:
     """Let one weight of the last stage be NaN after a load."""
     from megastable.training import build
@@ -105,6 +125,21 @@ def test_a_weight_that_is_no_number_stops_the_run_and_leaves_older_checkpoints_a
     finished = run(run_file, run_dir, "--resume")
     assert finished.exit_codes == [0, 0], finished.output
     assert [row["skipped"] for row in metrics(run_dir)] == [False] * 8
+
+
+def lose_the_output() -> None:
+    """Give this rank a standard output whose reader has left."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    os.dup2(write_end, 1)
+
+
+def test_a_run_whose_output_nobody_reads_goes_on(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    run_file, run_dir = copy_of(trained, tmp_path)
+    finished = run(run_file, run_dir, "--resume", first=lose_the_output)
+    assert finished.exit_codes == [0, 0], finished.output
+    assert finished.outputs[0].count("standard output cannot be written (Broken pipe)") == 1
+    assert len(metrics(run_dir)) == 8 and "Traceback" not in finished.output
 
 
 # Kills inside a save
@@ -145,14 +180,14 @@ def test_a_kill_inside_a_save_leaves_the_older_checkpoint_to_go_on_from(
     finished = run(run_file, run_dir, "--resume", first=be_killed_in_a_save, where=where, step=6)
     dead = KILLED_RANK[where]
     assert finished.exit_codes[dead] == -signal.SIGKILL and finished.exit_codes[1 - dead] == 1, finished.output
-    left = run_dir / "checkpoints" / f"{folder_name(6)}.partial"
-    assert any(left.iterdir()), "the kill came before the first file"
+    left = [path for path in (run_dir / "checkpoints").rglob("*.pt") if folder_name(6) in str(path)]
+    assert left, "the kill came before the first file"
     finished = run(run_file, run_dir, "--resume")
     assert finished.exit_codes == [0, 0], finished.output
     assert [row["step"] for row in metrics(run_dir)] == list(range(1, 9))
     assert [event["step"] for event in events(run_dir, "resume")] == [4, 4]
     assert before.items() <= contents(run_dir / "checkpoints").items()
-    assert not left.exists()
+    assert not any(path.exists() for path in left if ".partial" in str(path))
 
 
 # What a run keeps, and what a resume says

@@ -83,8 +83,8 @@ def _fingerprint(engine: TrainingEngine) -> dict[str, Any]:
 def test_a_loss_that_alone_is_not_finite_skips_on_all_ranks(
     world_size: int, num_stages: int, tensor_size: int, precisions: list[str]
 ) -> None:
-    layout = {"num_stages": num_stages, "tensor_size": tensor_size}
-    for results in run_ranks(bad_losses, world_size, precisions=precisions, **layout):
+    by_rank = run_ranks(bad_losses, world_size, num_stages=num_stages, tensor_size=tensor_size, precisions=precisions)
+    for results in by_rank:
         assert list(results) == precisions
         for name, result in results.items():
             rows, seen = result["rows"], result["seen"]

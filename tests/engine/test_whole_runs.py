@@ -83,7 +83,7 @@ def find_a_mistake_late() -> None:
     def check(value: str, what: str) -> None:
         raise UserError(f"{what} differs")
 
-    build.check_equal_on_all_ranks = check
+    vars(build).update(check_equal_on_all_ranks=check)
 
 
 def test_a_mistake_that_connected_ranks_find_is_reported_once_and_no_rank_reports_a_loss(
@@ -99,7 +99,7 @@ def load_a_bad_weight() -> None:
     """Let one weight of the last stage be NaN after a load."""
     from megastable.training import build
 
-    load = build.load_checkpoint
+    load = vars(build)["load_checkpoint"]
 
     def load_checkpoint(engine: Any, folder: Path) -> Any:
         state = load(engine, folder)
@@ -108,7 +108,7 @@ def load_a_bad_weight() -> None:
                 next(engine.deepspeed.module.parameters()).view(-1)[0] = float("nan")
         return state
 
-    build.load_checkpoint = load_checkpoint
+    vars(build).update(load_checkpoint=load_checkpoint)
 
 
 def test_a_weight_that_is_no_number_stops_the_run_and_leaves_older_checkpoints_as_they_were(
@@ -154,7 +154,8 @@ def be_killed_in_a_save(where: str, step: int) -> None:
     name = folder_name(step)
     if os.environ["RANK"] != str(KILLED_RANK[where]):
         return
-    save, publish = torch.save, checkpoint.publish
+    save = torch.save
+    publish = vars(checkpoint)["publish"]
 
     def save_and_die(value: Any, file: Any, *arguments: Any, **keywords: Any) -> None:
         save(value, file, *arguments, **keywords)
@@ -167,8 +168,8 @@ def be_killed_in_a_save(where: str, step: int) -> None:
         publish(partial, final)
 
     if KILLED_RANK[where] == 1:
-        torch.save = save_and_die
-    checkpoint.publish = die_or_publish
+        vars(torch).update(save=save_and_die)
+    vars(checkpoint).update(publish=die_or_publish)
 
 
 @pytest.mark.parametrize("where", KILLED_RANK)

@@ -37,7 +37,7 @@ def watched(headroom: float = 0.01, layers: dict[str, dict[str, float]] | None =
 
 
 def seen(step: int, batch_size: int = 4, **result: Any) -> Seen:
-    values = {"loss": 5.7, "grad_norm": 1.0, "loss_scale": 1.0, "skipped": False, "step_seconds": 1.0}
+    values: dict[str, Any] = {"loss": 5.7, "grad_norm": 1.0, "loss_scale": 1.0, "skipped": False, "step_seconds": 1.0}
     if result.get("skipped"):
         values["grad_norm"] = math.inf
     values |= result
@@ -176,7 +176,7 @@ def test_the_diagnosis_names_the_stage_of_the_layer(layer: str, stage: int) -> N
 @pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}}, FP16], ids=["fp32", "bf16", "fp16"])
 def test_a_loss_that_alone_is_not_finite_is_a_skip_with_words_of_its_own(changes: dict[str, Any]) -> None:
     monitors = monitors_of(megastable__monitors__max_skips_at_min_scale=2, **changes)
-    bad = {"skipped": True, "grad_norm": 0.5, "loss": math.inf, "loss_scale": 1024.0}
+    bad: dict[str, Any] = {"skipped": True, "grad_norm": 0.5, "loss": math.inf, "loss_scale": 1024.0}
     (skip,) = monitors.observe(seen(5, **bad))
     assert (skip.kind, skip.text) == (
         "skip",

@@ -87,7 +87,7 @@ class NoWriters:
 
 @needs_full
 def test_a_disk_that_is_full_for_a_while_costs_no_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    files = [tmp_path / "metrics.jsonl", tmp_path / "events.jsonl"]
+    files = (tmp_path / "metrics.jsonl", tmp_path / "events.jsonl")
     for path in files:
         path.symlink_to(FULL)
     with Recorder(*files, NoWriters(), PlainLines(9, 9)) as recorder:

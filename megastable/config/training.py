@@ -108,7 +108,11 @@ class MonitorsConfig(Section):
 class CheckpointConfig(Section):
     """When to save."""
 
-    save_interval: int = Field(default=0, ge=0, description="Steps between two checkpoints; 0 means never.")
+    save_interval: int | None = Field(
+        default=0,
+        ge=0,
+        description="Steps between two checkpoints; 0: after the last step only; null: none, and the weights are lost.",
+    )
 
 
 class LoggingConfig(Section):

@@ -48,11 +48,11 @@ class StepResult:
     loss: float
     """Token mean over the global batch."""
     grad_norm: float
-    """Global 2-norm of the unscaled gradients before clipping; inf where they overflowed."""
+    """Global 2-norm of the unscaled gradients before clipping; inf where one of them is not finite."""
     loss_scale: float
     """The scale that this step's loss was multiplied by."""
     skipped: bool
-    """True where the update was not applied because a gradient was not finite."""
+    """True where the update was not applied because a gradient or the loss was not finite."""
     step_seconds: float
     watched: Watched | None = None
     """None where the step was not watched."""

@@ -24,7 +24,7 @@ import torch.distributed
 from deepspeed.accelerator import get_accelerator
 from torch._C._distributed_c10d import Store, TCPStore
 
-from megastable.core.errors import UserError
+from megastable.core.errors import RunStoppedError, UserError
 from megastable.core.host import cpu_mask, threads_per_process
 from megastable.core.launch import Launch
 from megastable.core.layout import ParallelLayout
@@ -195,10 +195,23 @@ def reporting_failures(rank: int, layout: ParallelLayout, peers: list[Peer]) -> 
     _report_at_sigterm(rank, layout, peers)
     try:
         yield
+    except RunStoppedError:
+        _leave_together()
+        raise
     except UserError:
+        # Rank 0 says what is wrong. A rank that its launcher ends meanwhile has no loss to report.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise
     except Exception as error:
         _end(_failure(error, rank, layout, peers))
+
+
+def _leave_together() -> None:
+    """Let no rank of a run that stops itself report that another has left before it; collective."""
+    # A launcher ends all ranks once the first has left, although they are leaving already.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # No rank goes on before every rank ignores the signal.
+    torch.distributed.barrier()
 
 
 def _report_at_sigterm(rank: int, layout: ParallelLayout, peers: list[Peer]) -> None:

@@ -90,7 +90,9 @@ class TrainingEngine:
         partial = partial_parameters(module, tensor.size, tensor.sequence_parallel)
         busy = BusyTime()
         install_instructions(engine, instruction_table(partial, busy))
-        WeightUpdate(optimizer, partitions, reduced=has_several_replicas(engine)).replace_step()
+        WeightUpdate(
+            optimizer, partitions, reduced=has_several_replicas(engine), loss=lambda: engine.total_loss
+        ).replace_step()
         skip_at_minimum_scale(optimizer)
         if run.megastable.model.compile:
             compile_blocks(module, run)

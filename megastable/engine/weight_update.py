@@ -9,6 +9,8 @@ is still DeepSpeed's, so its checkpoints stay as they are.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -101,6 +103,17 @@ class FlatSums:
         self._optimizer.clear_lp_grads(set_to_none=True)
 
 
+@dataclass(frozen=True)
+class Totals:
+    """Holds what all ranks together know of a step before its update."""
+
+    squares: float
+    """Sum of squares of the gradients, each parameter counted once; still scaled."""
+    gradients_finite: bool
+    """Whether every copy of every gradient is finite."""
+    loss_finite: bool
+
+
 class WeightUpdate:
     """The update of the weights that replaces DeepSpeed's ``optimizer.step``.
 
@@ -108,10 +121,18 @@ class WeightUpdate:
         optimizer: DeepSpeed's ZeRO-1 optimizer, around one of torch's.
         partitions: where its master weights lie on this rank.
         reduced: whether gradients have been reduced over several replicas before a step.
+        loss: returns the summed loss of this rank's micro-batches; None on all stages but the last.
     """
 
-    def __init__(self, optimizer: Any, partitions: list[FlatPartition], reduced: bool) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        partitions: list[FlatPartition],
+        reduced: bool,
+        loss: Callable[[], Tensor | None],
+    ) -> None:
         self._optimizer = optimizer
+        self._loss = loss
         self._partitions = partitions
         self._gradients: Gradients = SeparateGradients(optimizer, reduced)
         if hasattr(optimizer, "fp32_groups_gradients_flat"):  # BF16_Optimizer
@@ -123,29 +144,36 @@ class WeightUpdate:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Clip and apply the gradients, or skip them on all ranks where one of them is not finite; collective."""
+        """Clip and apply the gradients, or skip them on all ranks where one of them is not finite; collective.
+
+        They are skipped, too, where the loss is not finite: an id that the vocabulary lacks gives such a loss, and
+        gradients that look sound.
+        """
         optimizer = self._optimizer
         gradients = self._gradients.collect()
         scale = float(getattr(optimizer, "loss_scale", 1.0))  # BF16_Optimizer has none
-        squares, all_finite = self._sum_of_squares(gradients)
-        norm = math.sqrt(squares) / scale if all_finite else math.inf
+        totals = self._totals(gradients)
+        norm = math.sqrt(totals.squares) / scale if totals.gradients_finite else math.inf
+        is_sound = totals.gradients_finite and totals.loss_finite
         # The engine reads both after this call: the norm for its users, the other to count skipped steps.
         optimizer._global_grad_norm = norm
-        optimizer.overflow = not all_finite
-        if all_finite:
+        optimizer.overflow = not is_sound
+        if is_sound:
             # Unscaling and clipping are one factor, so they cost one pass together, and none where it is 1.
             self._apply(gradients, clip_coefficient(norm, optimizer.clip_grad) / scale)
         self._gradients.clear()
-        if hasattr(optimizer, "loss_scaler"):
+        # A loss is not scaled, so that one which alone is not finite says nothing of the scale.
+        if hasattr(optimizer, "loss_scaler") and (is_sound or not totals.gradients_finite):
             # Only now: these gradients were made with the scale as it was. DeepSpeed updates it before it unscales, so
             # that a step at which the scale doubles applies half of its gradient.
-            optimizer._update_scale(not all_finite)
+            optimizer._update_scale(not totals.gradients_finite)
 
-    def _sum_of_squares(self, gradients: list[Tensor]) -> tuple[float, bool]:
-        """Return the sum over the model, each parameter counted once, and whether every copy of every one is finite.
+    def _totals(self, gradients: list[Tensor]) -> Totals:
+        """Sum the squares of the gradients over the model, and find on all ranks what is not finite; collective.
 
         Tied copies and whole parameters on tensor ranks are counted on one rank only, but a bad value may be in any
-        copy. Their squares travel as a second number, of which only finiteness is of interest.
+        copy. Their squares travel as a second number, of which only finiteness is of interest, as it is of the third,
+        the losses of the last stage.
         """
         counted: list[Tensor] = []
         copies: list[Tensor] = []
@@ -154,11 +182,15 @@ class WeightUpdate:
             copies += [_squares(flat[start:stop]) for start, stop in partition.copies]
         # A rank may have nothing of a kind, and an empty list cannot be stacked.
         zero = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
-        sums = torch.stack([torch.stack([zero, *counted]).sum(), torch.stack([zero, *copies]).sum()])  # (2,)
+        loss = self._loss()
+        own_loss = zero if loss is None else loss.to(zero)
+        sums = torch.stack(
+            [torch.stack([zero, *counted]).sum(), torch.stack([zero, *copies]).sum(), own_loss.sum()]
+        )  # (3,)
         # inf and nan survive a sum, so every rank comes to the same decision.
         dist.all_reduce(sums)
-        squares, of_copies = sums.tolist()
-        return squares, math.isfinite(squares) and math.isfinite(of_copies)
+        squares, of_copies, of_losses = sums.tolist()
+        return Totals(squares, math.isfinite(squares) and math.isfinite(of_copies), math.isfinite(of_losses))
 
     def _apply(self, gradients: list[Tensor], factor: float) -> None:
         """Update the masters with the gradients times ``factor``, then the 16-bit weights on all replicas."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Any
 
@@ -106,13 +107,14 @@ class SkippedSteps(Monitor):
             self._consecutive_skips = 0
             return
         scale = seen.result.loss_scale
-        if self._fp16.enabled:
-            text = f"a gradient was not finite at loss scale {scale:g}: the step was skipped"
-            yield seen.event("overflow", text, loss_scale=scale)
+        reason = reason_of_skip(seen.result.grad_norm)
+        overflowed = self._fp16.enabled and not math.isfinite(seen.result.grad_norm)
+        if overflowed:
+            yield seen.event("overflow", f"{reason} at loss scale {scale:g}: the step was skipped", loss_scale=scale)
         else:
-            # bf16 has the range of fp32: here it is not the format that is too small.
-            yield seen.event("skip", "a gradient was not finite: the step was skipped", loss_scale=scale)
-        if self._can_fall(scale):
+            # bf16 has the range of fp32, and a loss is not scaled: here it is not the format that is too small.
+            yield seen.event("skip", f"{reason}: the step was skipped", loss_scale=scale)
+        if overflowed and self._can_fall(scale):
             self._consecutive_skips = 0
         else:
             self._consecutive_skips += 1
@@ -146,25 +148,47 @@ class SkippedSteps(Monitor):
             scale = f"the loss scale is fixed at {self._fp16.loss_scale:g}"
         else:
             scale = f"the loss scale is at its minimum, fp16.min_loss_scale = {self._fp16.min_loss_scale}"
+        reason = reason_of_skip(seen.result.grad_norm)
+        skips = f"{self._consecutive_skips} steps in a row were skipped, the last, step {seen.state.step}, because"
+        if math.isfinite(seen.result.grad_norm):
+            return (
+                f"{skips} {reason}. So look at the data: an id of a token that the vocabulary does not have gives such "
+                "a loss. The weights are those before these steps. Go on from a checkpoint before the first of them."
+            )
         return (
-            f"{self._consecutive_skips} steps in a row were skipped because a gradient was not finite, and {scale}. "
-            f"{_where_it_overflows(seen.result.watched)} The weights are those before these steps. Go on from a "
-            "checkpoint before the first of them with a lower learning rate, a longer warmup or a smaller init std; on "
-            "a device that has bf16, take that instead of fp16."
+            f"{skips} {reason}, and {scale}. {self._where_it_overflows(seen.result.watched)} The weights are those "
+            "before these steps. Go on from a checkpoint before the first of them with a lower learning rate, a longer "
+            "warmup or a smaller init std; on a device that has bf16, take that instead of fp16."
         )
 
+    def _where_it_overflows(self, watched: Watched | None) -> str:
+        """Name the first layer whose forward pass is not finite, or the one that is nearest to the limit."""
+        if watched is None:
+            return "The step was not watched, so which layer is the cause is not known."
+        # Layers come in the order of the forward pass: a later one that is not finite may only pass on what an earlier
+        # one began.
+        for name, values in watched.layers.items():
+            for kind in ("max_attention_logit", "max_activation"):  # a block computes its logits first
+                if values.get(kind, 0.0) == math.inf:
+                    return (
+                        f"The forward pass is the cause: {kind} of {name}{self._stage_of(name)}, the first such layer, "
+                        "is not finite."
+                    )
+        return (
+            f"The forward pass is finite: its largest value, in {watched.headroom_layer}"
+            f"{self._stage_of(watched.headroom_layer)}, is at {watched.headroom:.1%} of the format's maximum. The "
+            "gradients overflow on their way back."
+        )
 
-def _where_it_overflows(watched: Watched | None) -> str:
-    """Name the first layer whose forward pass is not finite, or the one that is nearest to the limit."""
-    if watched is None:
-        return "The step was not watched, so which layer is the cause is not known."
-    # Layers come in the order of the forward pass: a later one that is not finite may only pass on what an earlier one
-    # began.
-    for name, values in watched.layers.items():
-        for kind in ("max_attention_logit", "max_activation"):  # a block computes its logits first
-            if values.get(kind, 0.0) == math.inf:
-                return f"The forward pass is the cause: {kind} of {name}, the first such layer, is not finite."
-    return (
-        f"The forward pass is finite: its largest value, in {watched.headroom_layer}, is at {watched.headroom:.1%} of "
-        "the format's maximum. The gradients overflow on their way back."
-    )
+    def _stage_of(self, layer: str) -> str:
+        """Name the stage of a layer, as the end of its name."""
+        names = [flat.name for flat in self.plan.cut.layers]
+        stage = bisect_right(self.plan.cut.bounds, names.index(layer)) - 1
+        return f" (stage {stage} of {self.plan.layout.num_stages})"
+
+
+def reason_of_skip(grad_norm: float) -> str:
+    """Say what was not finite in a skipped step of this gradient norm, as the beginning of a sentence."""
+    if math.isfinite(grad_norm):
+        return "the loss was not finite, though every gradient was"
+    return "a gradient was not finite"

@@ -21,7 +21,7 @@ from megastable.training.loop import train_steps
 from megastable.training.metrics import STEP_METRICS
 from megastable.training.recorder import Recorder, SilentRecorder
 from megastable.training.report import conclusion, introduction
-from megastable.training.run_folder import RunFolder
+from megastable.training.run_folder import RunFolder, events_of_resume
 
 
 def train(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | None) -> None:
@@ -90,6 +90,9 @@ def _train_connected(
         fresh_weights = engine.weight_kinds() if checkpoint is None else []
         for line in introduction(plan, corpus, folder, checkpoint, state, fresh_weights):
             recorder.note(line)
+        if checkpoint is not None:
+            for event in events_of_resume(folder, checkpoint, plan.run, state):
+                recorder.record_event(event)
         last_eval_loss = train_steps(plan, engine, corpus, state, recorder, monitors, save)
         recorder.note(conclusion(corpus, last_eval_loss))
 

@@ -11,10 +11,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from megastable.core.records import Event
+from megastable.monitors.numbers import reason_of_skip
 from megastable.training.metrics import StepMetrics
 
-QUIET_EVENTS = ("overflow", "skip")
-"""Kinds of events that show in the line of the step itself."""
+QUIET_EVENTS = ("overflow", "skip", "resume", "changed", "passed_over")
+"""Kinds of events that show in the line of the step itself, or have been printed when the run started."""
 
 
 class StepDisplay(Protocol):
@@ -127,7 +128,7 @@ def summary(metrics: StepMetrics) -> str:
         f"{metrics.tflops_per_device:.3g} TFLOPs",
     ]
     if metrics.skipped:
-        parts.append("SKIPPED: a gradient was not finite")
+        parts.append(f"SKIPPED: {reason_of_skip(metrics.grad_norm)}")
     if metrics.eval_loss is not None:
         parts.append(f"eval loss {metrics.eval_loss:.4f}")
     return " | ".join(parts)

@@ -13,11 +13,18 @@ from pathlib import Path
 
 from megastable.config import RunConfig, load_run_file
 from megastable.core.checkpoint_folder import read_manifest
-from megastable.core.errors import UserError
+from megastable.core.errors import RunStoppedError, UserError
 from megastable.core.launch import Launch, check_hostfile
 from megastable.planning.micro_batches import with_chosen_micro_batches, with_recorded_micro_batches
 from megastable.planning.run_plan import RunPlan
-from megastable.training.run_folder import RunFolder, check_continues, checkpoint_to_load, checkpoint_to_resume
+from megastable.training.output import protect_standard_streams
+from megastable.training.run_folder import (
+    RunFolder,
+    check_continues,
+    checkpoint_to_load,
+    checkpoint_to_resume,
+    nothing_left,
+)
 
 EXIT_CODE_INTERRUPTED = 130
 """Shells give 128 + 2 to a program that SIGINT (signal 2) has ended."""
@@ -40,8 +47,14 @@ class RunRequest:
 
 def run_command(request: RunRequest) -> int:
     """Train as requested and return the exit code."""
+    protect_standard_streams()
     try:
         _plan_and_train(request)
+    except RunStoppedError as error:
+        # All ranks have come to the same decision at the same step, and leave together; rank 0 says why.
+        if os.environ.get("RANK", "0") != "0":
+            return error.exit_code
+        return refuse(error)
     except UserError as error:
         return refuse(error)
     except KeyboardInterrupt:
@@ -62,6 +75,11 @@ def _plan_and_train(request: RunRequest) -> None:
         run = _continuing(checkpoint, run, launch)
     run = with_chosen_micro_batches(run, launch.world_size)
     plan = RunPlan.of(run, launch.world_size)
+    all_done = None if checkpoint is None else nothing_left(checkpoint, plan)
+    if all_done is not None:
+        if launch.rank == 0:
+            print(all_done)
+        return
 
     from megastable.training.build import train  # loads torch and deepspeed
 

@@ -80,7 +80,7 @@ def train_steps(
             recorder.record_event(event)
         # Recorded first, so that files and terminal show why; not saved, since a resume would begin with these weights.
         stop_on_stop_event(events)
-        if _is_due(plan, state.step, settings.checkpoint.save_interval):
+        if is_save_due(plan, state.step):
             recorder.note(f"saved {save(state)}")
     return last_eval_loss
 
@@ -125,6 +125,14 @@ def _training_data(
 def _unequal_weights(seen: Seen, differences: list[str]) -> Event:
     lines = "".join(f"\n  {line}" for line in differences)
     return seen.event(STOP, UNEQUAL_WEIGHTS + lines)
+
+
+def is_save_due(plan: RunPlan, step: int) -> bool:
+    """Tell whether a checkpoint is due at the end of ``step``: every ``save_interval`` steps, and at the last."""
+    interval = plan.run.megastable.checkpoint.save_interval
+    if interval is None:
+        return False
+    return step == plan.length.total_steps or _is_due(plan, step, interval)
 
 
 def _is_due(plan: RunPlan, step: int, interval: int) -> bool:

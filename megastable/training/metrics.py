@@ -88,7 +88,8 @@ class StepMetrics:
             tokens_per_second=samples * plan.run.megastable.model.seq_length / seconds,
             tflops_per_device=tflops_per_device(plan.model_flops_per_sample, samples, seconds, devices),
             hardware_tflops_per_device=tflops_per_device(plan.hardware_flops_per_sample, samples, seconds, devices),
-            clip_coefficient=clip_coefficient(result.grad_norm, plan.run.clip_norm),
+            # Of a skipped step nothing was applied, although its norm is finite where only its loss is not.
+            clip_coefficient=0.0 if result.skipped else clip_coefficient(result.grad_norm, plan.run.clip_norm),
             skipped_steps=state.skipped_steps,
             eval_loss=eval_loss,
             monitored=monitored or {},

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from megastable.core.records import Event
 from megastable.training.console import StepDisplay
 from megastable.training.metrics import StepMetrics, finite_or_none
+from megastable.training.output import lasting_file, report_on_stderr
 
 
 class Writers(Protocol):
@@ -24,34 +25,48 @@ class Writers(Protocol):
 
 
 class Recorder:
-    """Feeds metrics.jsonl, events.jsonl, the writers and the display from the same values."""
+    """Feeds metrics.jsonl, events.jsonl, the writers and the display from the same values.
+
+    Nothing of this ends a run: what cannot be written is reported once on standard error.
+
+    Raises:
+        OSError: one of the two files cannot be opened; only here.
+    """
 
     def __init__(self, metrics_file: Path, events_file: Path, writers: Writers, display: StepDisplay) -> None:
-        self._file = open(metrics_file, "a", encoding="utf-8")  # noqa: SIM115  # closed by __exit__
-        self._events = open(events_file, "a", encoding="utf-8")  # noqa: SIM115
+        self._metrics = lasting_file(metrics_file)
+        self._events = lasting_file(events_file)
         self._writers = writers
+        self._writers_failed = False
         self._display = display
 
     def record(self, metrics: StepMetrics) -> None:
         """Write one step everywhere."""
-        self._file.write(metrics.to_json() + "\n")
-        self._file.flush()  # a killed run keeps every step that it finished, and `megastable watch` sees it at once
+        # Unbuffered: a killed run keeps every step that it finished, and `megastable watch` sees it at once.
+        self._metrics.write(f"{metrics.to_json()}\n".encode())
         if self._writers.enabled:
-            numbers = metrics.numbers()
-            del numbers["consumed_samples"]  # the writers' axis
-            triples = [(f"Train/{name}", value, metrics.consumed_samples) for name, value in numbers.items()]
-            self._writers.write_events(triples)
+            self._feed_writers(metrics)
         self._display.show(metrics)
 
     def record_event(self, event: Event) -> None:
         """Write an event, and show it."""
-        self._events.write(json.dumps(finite_or_none(asdict(event))) + "\n")
-        self._events.flush()
+        self._events.write(f"{json.dumps(finite_or_none(asdict(event)))}\n".encode())
         self._display.show_event(event)
 
     def note(self, text: str) -> None:
         """Show a line of text."""
         self._display.note(text)
+
+    def _feed_writers(self, metrics: StepMetrics) -> None:
+        numbers = metrics.numbers()
+        del numbers["consumed_samples"]  # the writers' axis
+        triples = [(f"Train/{name}", value, metrics.consumed_samples) for name, value in numbers.items()]
+        try:
+            self._writers.write_events(triples)
+        except Exception as error:  # of any package behind a writer: a full disk, a service that does not answer
+            if not self._writers_failed:
+                report_on_stderr(f"a writer of DeepSpeed's failed ({type(error).__name__}: {error}); the run goes on")
+            self._writers_failed = True
 
     def __enter__(self) -> Recorder:
         return self
@@ -59,7 +74,7 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        self._metrics.close()
         self._events.close()
         self._display.close()
 

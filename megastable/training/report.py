@@ -42,6 +42,7 @@ def introduction(
     )
     yield f"tokenizer of {corpus.vocab_size:,} tokens in {corpus.tokenizer_path}"
     yield from _plan_lines(plan)
+    yield _kept(plan, folder)
     yield (
         f"references: ln(vocabulary) = {math.log(model.vocab_size):.4f} is the loss of a model that knows nothing, "
         f"{corpus.unigram_entropy_nats:.4f} of one that knows how frequent each token is"
@@ -70,6 +71,16 @@ def _plan_lines(plan: RunPlan) -> Iterator[str]:
         yield "fp16 on a CPU as megastable.training.fp16_on_cpu allows: its arithmetic is slow"
     if settings.model.compile:
         yield "compiles every block (megastable.model.compile): the first steps are slow"
+
+
+def _kept(plan: RunPlan, folder: RunFolder) -> str:
+    """Say which checkpoints the run will keep."""
+    interval = plan.run.megastable.checkpoint.save_interval
+    if interval is None:
+        return "keeps no checkpoint (megastable.checkpoint.save_interval is null): the weights are lost at the end"
+    if interval == 0:
+        return f"keeps one checkpoint, after the last step, in {folder.checkpoints}"
+    return f"keeps checkpoints every {interval:,} steps and after the last, in {folder.checkpoints}"
 
 
 def _fresh_weights(plan: RunPlan, weights: list[WeightKind]) -> Iterator[str]:

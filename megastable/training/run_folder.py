@@ -15,7 +15,9 @@ from megastable.config.run_config import differences, run_as_dict
 from megastable.config.stages import StageCut
 from megastable.core.checkpoint_folder import Manifest, newest_complete, read_manifest, step_folders
 from megastable.core.errors import UserError
+from megastable.core.records import Event, TrainingState
 from megastable.core.run_paths import RunPaths
+from megastable.planning.run_plan import RunPlan
 
 FIXED_KEYS = (
     "megastable.model",
@@ -109,6 +111,11 @@ def checkpoint_to_load(path: Path) -> Path:
     """
     if not path.is_dir():
         raise UserError(f"--load: {path} is not a folder; name a checkpoint like runs/x/checkpoints/step_00000010")
+    for checkpoints in (RunPaths(path).checkpoints, path):
+        if step_folders(checkpoints):
+            newest = newest_complete(checkpoints, warn=lambda text: None)
+            found = "none in it is complete" if newest is None else f"the newest complete one is {newest}"
+            raise UserError(f"--load: {path} holds checkpoints and is none; name one of them: {found}")
     read_manifest(path)  # raises where a file is missing or cut short
     return path.resolve()
 
@@ -129,10 +136,50 @@ def check_continues(manifest: Manifest, run: RunConfig, world_size: int, warn: C
     for key, old, new in differences(manifest.run, run_as_dict(run)):
         if key not in FREE_KEYS and _is_fixed(key):
             faults.append(f"  {key}: {old!r} in the checkpoint, {new!r} now")
-        else:
-            warn(f"changed since the checkpoint: {key} was {old!r}, is {new!r}")
+    for key, old, new in _free_changes(manifest, run):
+        warn(_change(key, old, new))
     if faults:
         raise UserError("This run cannot continue the checkpoint:\n" + "\n".join(faults))
+
+
+def events_of_resume(folder: RunFolder, checkpoint: Path, run: RunConfig, state: TrainingState) -> Iterator[Event]:
+    """Yield the event that ``run`` goes on from ``checkpoint``, one for every key that has changed since, and one for
+    every newer checkpoint that was passed over.
+    """
+
+    def event(kind: str, text: str, **data: Any) -> Event:
+        return Event(state.step, state.consumed_samples, kind, text, data)
+
+    yield event("resume", f"goes on from {checkpoint} at step {state.step}", checkpoint=str(checkpoint))
+    for key, old, new in _free_changes(read_manifest(checkpoint), run):
+        yield event("changed", _change(key, old, new), key=key, old=old, new=new)
+    if checkpoint.parent == folder.checkpoints:  # one of another folder was named by --load, whatever is newer there
+        for newer in step_folders(folder.checkpoints):
+            if int(newer.name.removeprefix("step_")) > state.step:
+                yield event("passed_over", f"{newer} is newer but not complete", checkpoint=str(newer))
+
+
+def nothing_left(checkpoint: Path, plan: RunPlan) -> str | None:
+    """Say that the run has taken all its steps before the checkpoint was written; None where steps are left."""
+    step = read_manifest(checkpoint).state["step"]
+    if step < plan.length.total_steps:
+        return None
+    length = "total_steps" if plan.run.megastable.training.total_steps is not None else "total_samples"
+    return (
+        f"nothing to do: {checkpoint} is at step {step:,}, and the run has {plan.length.total_steps:,} steps. Nothing "
+        f"was changed; to train on, raise megastable.training.{length}"
+    )
+
+
+def _free_changes(manifest: Manifest, run: RunConfig) -> Iterator[tuple[str, Any, Any]]:
+    """Yield key, old and new value of what may change between a checkpoint and the run that continues it."""
+    for key, old, new in differences(manifest.run, run_as_dict(run)):
+        if key in FREE_KEYS or not _is_fixed(key):
+            yield key, old, new
+
+
+def _change(key: str, old: Any, new: Any) -> str:
+    return f"changed since the checkpoint: {key} was {old!r}, is {new!r}"
 
 
 def _is_fixed(key: str) -> bool:

@@ -37,7 +37,10 @@ def watched(headroom: float = 0.01, layers: dict[str, dict[str, float]] | None =
 
 
 def seen(step: int, batch_size: int = 4, **result: Any) -> Seen:
-    values = {"loss": 5.7, "grad_norm": 1.0, "loss_scale": 1.0, "skipped": False, "step_seconds": 1.0, **result}
+    values: dict[str, Any] = {"loss": 5.7, "grad_norm": 1.0, "loss_scale": 1.0, "skipped": False, "step_seconds": 1.0}
+    if result.get("skipped"):
+        values["grad_norm"] = math.inf
+    values |= result
     state = TrainingState(step=step, consumed_samples=4 * step)
     return Seen(state, Batch(batch_size, 1, batch_size), LEARNING_RATE, StepResult(**values))
 
@@ -157,6 +160,31 @@ def test_the_diagnosis_says_where_it_went_wrong(values: dict[str, float], says: 
     events = monitors.observe(seen(5, skipped=True, loss_scale=2.0, watched=watched(0.01, layers)))
     (stop,) = [event for event in events if event.kind == STOP]
     assert says in stop.text and "fp16.min_loss_scale = 2" in stop.text
+    assert "step 5" in stop.text and "(stage 0 of 1)" in stop.text
+
+
+@pytest.mark.parametrize(("layer", "stage"), [("embedding", 0), ("block_1", 0), ("block_2", 1), ("head", 1)])
+def test_the_diagnosis_names_the_stage_of_the_layer(layer: str, stage: int) -> None:
+    two_stages = {"megastable__pipeline__num_stages": 2, "megastable__pipeline__partition": [2, 2]}
+    monitors = Monitors(plan_of(2, **two_stages, megastable__monitors__max_skips_at_min_scale=1))
+    layers = {"embedding": {"max_activation": 1.0}, layer: {"max_activation": math.inf}}
+    events = monitors.observe(seen(7, skipped=True, watched=watched(math.inf, layers)))
+    (stop,) = [event for event in events if event.kind == STOP]
+    assert f"{layer} (stage {stage} of 2)" in stop.text and "step 7" in stop.text
+
+
+@pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}}, FP16], ids=["fp32", "bf16", "fp16"])
+def test_a_loss_that_alone_is_not_finite_is_a_skip_with_words_of_its_own(changes: dict[str, Any]) -> None:
+    monitors = monitors_of(megastable__monitors__max_skips_at_min_scale=2, **changes)
+    bad: dict[str, Any] = {"skipped": True, "grad_norm": 0.5, "loss": math.inf, "loss_scale": 1024.0}
+    (skip,) = monitors.observe(seen(5, **bad))
+    assert (skip.kind, skip.text) == (
+        "skip",
+        "the loss was not finite, though every gradient was: the step was skipped",
+    )
+    stop = monitors.observe(seen(6, **bad))[-1]
+    assert stop.kind == STOP, "a lower loss scale cannot end these skips, however much it may fall"
+    assert "the loss was not finite" in stop.text and "step 6" in stop.text and "scale" not in stop.text
 
 
 @quick

@@ -209,8 +209,23 @@ def test_load_takes_a_complete_checkpoint_only(tmp_path: Path, monkeypatch: pyte
     assert checkpoint_to_load(Path("step_00000010")) == tmp_path / "step_00000010"
     with pytest.raises(UserError, match="--load: step_00000011 is not a folder"):
         checkpoint_to_load(Path("step_00000011"))
+    (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no complete checkpoint"):
-        checkpoint_to_load(tmp_path)
+        checkpoint_to_load(tmp_path / "empty")
+
+
+def test_load_of_a_run_folder_names_its_newest_complete_checkpoint(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    (folder.checkpoints / "step_00000030").mkdir(parents=True)
+    for path in (folder.path, folder.checkpoints):
+        with pytest.raises(UserError, match="none in it is complete"):
+            checkpoint_to_load(path)
+    for step in (8, 20):
+        write_checkpoint(tiny_run(), folder.checkpoints / f"step_{step:08d}")
+    for path in (folder.path, folder.checkpoints):
+        with pytest.raises(UserError) as caught:
+            checkpoint_to_load(path)
+        assert f"the newest complete one is {folder.checkpoints / 'step_00000020'}" in str(caught.value)
 
 
 # Only the same run continues

@@ -12,6 +12,7 @@ from megastable.core.records import TrainingState
 from megastable.data import Corpus, prepare_corpus
 from megastable.engine.checkpoint import load_checkpoint, save_checkpoint
 from megastable.engine.device import allow_fp16_on_cpu, check_compiler, check_fp16_support
+from megastable.engine.hostfile import check_hostfile
 from megastable.engine.process_group import check_equal_on_all_ranks, connected, reporting_failures
 from megastable.engine.training_engine import TrainingEngine
 from megastable.monitors import Monitors
@@ -31,11 +32,12 @@ def train(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | N
         checkpoint: a complete checkpoint that has been checked against the run, or None for fresh weights.
 
     Raises:
-        UserError: the data cannot be read, does not fit the model or is not the checkpoint's; fp16 or a C++ compiler
-            is not to be had; two metrics have one name; the ranks do not agree on the data or the batches. Nothing is
+        UserError: the launcher's hostfile was not read; the data cannot be read, does not fit the model or is not the
+            checkpoint's; fp16 or a C++ compiler is not to be had; two metrics have one name; the ranks do not agree on the data or the batches. Nothing is
             written into the run folder then.
     """
     settings = plan.run.megastable
+    check_hostfile()
     check_fp16_support(plan.run)
     check_compiler(plan.run)
     allow_fp16_on_cpu(plan.run)

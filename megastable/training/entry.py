@@ -14,7 +14,8 @@ from pathlib import Path
 from megastable.config import RunConfig, load_run_file
 from megastable.core.checkpoint_folder import read_manifest
 from megastable.core.errors import UserError
-from megastable.core.launch import Launch, check_hostfile
+from megastable.core.launch import Launch
+from megastable.core.launch_variables import rank_as_given
 from megastable.planning.micro_batches import with_chosen_micro_batches, with_recorded_micro_batches
 from megastable.planning.run_plan import RunPlan
 from megastable.training.run_folder import RunFolder, check_continues, checkpoint_to_load, checkpoint_to_resume
@@ -50,7 +51,6 @@ def run_command(request: RunRequest) -> int:
 
 
 def _plan_and_train(request: RunRequest) -> None:
-    check_hostfile()
     launch = Launch.detect(os.environ)
     run = load_run_file(request.run_file, request.overrides, launch.world_size)
     check_writer_packages(run)
@@ -106,7 +106,7 @@ def _warn(launch: Launch, text: str) -> None:
 def refuse(error: UserError) -> int:
     """Print what a user has to mend, once for all ranks of a launch, and return the exit code."""
     # Read from the environment, since an error may be that the launch could not be detected.
-    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    rank = rank_as_given(os.environ)
     if rank != "0":
         # All ranks find the same fault. A launcher ends the others with the first that exits: let rank 0 speak.
         time.sleep(RANK_0_SPEAKS_FIRST_SECONDS)

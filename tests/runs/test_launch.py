@@ -293,7 +293,8 @@ def test_a_compiler_that_the_environment_names_is_looked_for(tmp_path: Path) -> 
 
 def test_an_unread_hostfile_is_refused_and_shown_once_through_the_launcher(tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path, **RUN)
-    launcher = [*DEEPSPEED, "--hostfile", str(tmp_path / "hosts")]
+    # Neither the usual command nor the usual spelling.
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", f"--hostf={tmp_path / 'hosts'}"]
     refused = run_bounded(train_command(launcher, run_file, tmp_path / "run"), 60)
     assert refused.returncode == 2, refused.stdout
     assert refused.stdout.count(f"asks for --hostfile {tmp_path / 'hosts'}") == 1, refused.stdout

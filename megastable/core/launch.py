@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -29,11 +31,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place in the launch.
-
-    ``port_is_default`` is True where the launcher hands every run of the machine the same port, so that the processes
-    have to agree on a free one by themselves.
-    """
+    """This process's place in the launch."""
 
     rank: int
     local_rank: int
@@ -42,6 +40,14 @@ class Launch:
     master_addr: str
     master_port: int
     port_is_default: bool
+    """The launcher hands every run of the machine the same port."""
+    store_is_hosted: bool = False
+    """The launcher itself serves the store at the port, as torchrun does."""
+
+    @property
+    def chooses_port(self) -> bool:
+        """Tell whether the processes have to agree on a free port by themselves."""
+        return self.single_node and (self.port_is_default or self.world_size == 1) and not self.store_is_hosted
 
     @property
     def single_node(self) -> bool:
@@ -113,6 +119,7 @@ class Launch:
             master_port=port,
             # torchrun's agent already listens on its port, whatever the number.
             port_is_default=port == LAUNCHER_DEFAULT_PORT and "TORCHELASTIC_RUN_ID" not in environment,
+            store_is_hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
 
     @classmethod
@@ -150,8 +157,8 @@ class Launch:
         world_size = SLURM.number(environment, SLURM.world_size)
         if not in_srun_step(environment):
             raise UserError(
-                f"SLURM_NTASKS is {world_size}, but this process was not started by srun (SLURM_STEP_ID): it would wait "
-                f"for {world_size - 1} others. Start the run with srun, deepspeed or torchrun; for a single process "
+                f"SLURM_NTASKS is {world_size}, but this process was not started by srun (SLURM_STEP_ID): it would "
+                f"wait for {world_size - 1} others. Start the run with srun, deepspeed or torchrun; a single process "
                 "with srun --ntasks=1"
             )
         # A step may use fewer nodes than its job.
@@ -185,6 +192,30 @@ def _slurm_has_more(environment: Mapping[str, str]) -> bool:
     indices = (*SLURM.rank, *SLURM.local_rank)
     return any(whole_number(environment, name) > 1 for name in counts) or any(
         whole_number(environment, name) > 0 for name in indices
+    )
+
+
+def check_port(launch: Launch) -> None:
+    """Check that the port at which this process will serve the others is free.
+
+    Raises:
+        UserError: it is taken, or not for this user to take.
+    """
+    if launch.rank > 0 or launch.chooses_port or launch.store_is_hosted:
+        return
+    # An empty address is that of all interfaces.
+    address = LOOPBACK if launch.single_node else ""
+    try:
+        socket.create_server((address, launch.master_port)).close()
+    except OSError as error:
+        raise UserError(port_fault(launch, os.strerror(error.errno or 0))) from error
+
+
+def port_fault(launch: Launch, fault: str) -> str:
+    """Describe a port at which rank 0 cannot serve."""
+    return (
+        f"MASTER_PORT: rank 0 cannot listen at port {launch.master_port} ({fault}); give the launch another one, e.g. "
+        "deepspeed --master_port 29511, or MASTER_PORT=29511 in the environment of srun or mpirun"
     )
 
 

@@ -1,8 +1,8 @@
 """The environment variables by which launchers tell a process its place, and how they are read.
 
 Three kinds of launchers are told apart: those that set torch's variables (``deepspeed``, torchrun), those that set
-MPI's (mpirun, mpiexec, jsrun, flux, horovodrun), and SLURM's srun. Variables that mean the same have to agree: a process
-that overlooked one would train alone, beside others that do the same in the same folder.
+MPI's (mpirun, mpiexec, jsrun, flux, horovodrun), and SLURM's srun. Variables that mean the same have to agree: where
+one is overlooked, every process trains alone, in the same folder.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ class Variables:
 
     def refuse_missing(self, environment: Mapping[str, str], names: tuple[str, ...]) -> NoReturn:
         """Refuse a launch of which none of ``names`` is set."""
-        one_of = "none of" if len(names) > 1 else "not"
+        present = ", ".join(self.set_in(environment)) or "number of nodes"
+        missing = f"none of {', '.join(names)}" if len(names) > 1 else f"not {names[0]}"
         raise UserError(
-            f"The environment has a launcher's {', '.join(self.set_in(environment)) or 'number of nodes'}, but {one_of} "
-            f"{', '.join(names)}. A launcher sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and "
-            "MASTER_PORT, or MPI's or SLURM's variables; unset them all to train in one process"
+            f"The environment has a launcher's {present}, but {missing}. A launcher sets RANK, LOCAL_RANK, WORLD_SIZE, "
+            "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or MPI's or SLURM's variables; unset them all to train in "
+            "one process"
         )
 
 
@@ -84,6 +85,12 @@ def rank_as_given(environment: Mapping[str, str]) -> str:
     """Return the rank that the environment gives, unchecked; "0" where it gives none."""
     names = chain(TORCH.rank, MPI.rank, SLURM.rank)
     return next((environment[name] for name in names if name in environment), "0")
+
+
+def sets_rank(environment: Mapping[str, str]) -> bool:
+    """Tell whether the environment is of one process of a launch: a launcher itself has no rank."""
+    # SLURM's batch script has one; srun's tasks meet at a port of their job.
+    return any(name in environment for name in chain(TORCH.rank, MPI.rank))
 
 
 def agreed_number(environment: Mapping[str, str], names: tuple[str, ...]) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 from megastable.config import RunConfig, load_run_file
 from megastable.core.checkpoint_folder import read_manifest
 from megastable.core.errors import UserError
-from megastable.core.launch import Launch
+from megastable.core.launch import Launch, check_port
 from megastable.core.launch_variables import rank_as_given
 from megastable.planning.micro_batches import with_chosen_micro_batches, with_recorded_micro_batches
 from megastable.planning.run_plan import RunPlan
@@ -52,9 +53,11 @@ def run_command(request: RunRequest) -> int:
 
 def _plan_and_train(request: RunRequest) -> None:
     launch = Launch.detect(os.environ)
+    check_port(launch)
     run = load_run_file(request.run_file, request.overrides, launch.world_size)
     check_writer_packages(run)
     folder = RunFolder(request.run_dir or Path("runs") / request.run_file.stem)
+    folder.check_writable()
     checkpoint = _find_checkpoint(request, folder, launch)
     # Before the choice of micro-batches: a run goes on in those that were chosen for it, and not in what a calibration
     # that has changed since would choose.
@@ -100,7 +103,7 @@ def _continuing(checkpoint: Path, run: RunConfig, launch: Launch) -> RunConfig:
 
 def _warn(launch: Launch, text: str) -> None:
     if launch.rank == 0:
-        print(f"[megastable] {text}", file=sys.stderr, flush=True)
+        _print_error(f"[megastable] {text}")
 
 
 def refuse(error: UserError) -> int:
@@ -111,5 +114,24 @@ def refuse(error: UserError) -> int:
         # All ranks find the same fault. A launcher ends the others with the first that exits: let rank 0 speak.
         time.sleep(RANK_0_SPEAKS_FIRST_SECONDS)
     where = "" if rank == "0" else f" on rank {rank}"
-    print(f"[megastable] error{where}: {error}", file=sys.stderr, flush=True)
+    _print_error(f"[megastable] error{where}: {error}")
     return error.exit_code
+
+
+def refuse_command_line(fault: str, usage: str) -> int:
+    """Refuse a command line that ``argparse`` cannot read, as any other mistake; returns the exit code."""
+    hint = ""
+    if fault.startswith("unrecognized arguments"):
+        hint = "; a path with a blank has to be quoted, e.g. --run-dir 'my runs/one'"
+    return refuse(UserError(f"{fault}{hint}\n{usage.rstrip()}"))
+
+
+def _print_error(text: str) -> None:
+    """Print to standard error what it can hold: it may be closed, ASCII, or a pipe whose reader has left."""
+    stream = sys.stderr
+    # Python has no stream where the descriptor was closed when it started.
+    if stream is None:
+        return
+    encoding = stream.encoding or "ascii"
+    with contextlib.suppress(OSError, ValueError):
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)

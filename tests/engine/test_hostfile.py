@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.core.errors import UserError
-from megastable.engine import hostfile
 from megastable.engine.hostfile import check_hostfile, hostfile_asked_for
 
 SCRIPT = ["launch/train.py", "--deepspeed_config", "x.json", "--hostfile", "not-the-launchers"]
@@ -80,7 +79,7 @@ def start_below(monkeypatch: pytest.MonkeyPatch, folder: Path, *commands: list[s
     above: list[FakeProcess] = []
     for words in reversed(commands):
         above = [FakeProcess(words, above, folder), *above]
-    monkeypatch.setattr(hostfile.psutil, "Process", lambda: FakeProcess([], above, folder))
+    monkeypatch.setattr(psutil, "Process", lambda: FakeProcess([], above, folder))
 
 
 def test_a_missing_hostfile_is_refused_where_deepspeed_runs_alone(
@@ -123,5 +122,5 @@ def test_a_parent_that_has_ended_is_no_error(monkeypatch: pytest.MonkeyPatch) ->
     def gone(*_: Any) -> None:
         raise psutil.NoSuchProcess(os.getpid())
 
-    monkeypatch.setattr(hostfile.psutil.Process, "parents", gone)
+    monkeypatch.setattr(psutil.Process, "parents", gone)
     check_hostfile()

@@ -193,7 +193,7 @@ def test_mpi_on_several_nodes(mpi: dict[str, str]) -> None:
     assert Launch.detect(mpi) == Launch(5, 1, 8, 4, "node0", 29500, port_is_default=True)
     assert Launch.detect({**mpi, "MASTER_PORT": "4000"}).master_port == 4000
     without_address = {name: value for name, value in mpi.items() if name != "MASTER_ADDR"}
-    with pytest.raises(UserError, match="MASTER_ADDR is not set.*-x MASTER_ADDR"):
+    with pytest.raises(UserError, match=r"MASTER_ADDR is not set.*-x MASTER_ADDR"):
         Launch.detect(without_address)
 
 

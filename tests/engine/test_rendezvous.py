@@ -18,10 +18,10 @@ import pytest
 import torch.distributed
 
 from megastable.core.errors import UserError
-from megastable.core.launch import Launch
+from megastable.core.launch import LOOPBACK, Launch
 from megastable.engine import rendezvous
 from megastable.engine.process_group import connected
-from megastable.engine.rendezvous import launcher_of
+from megastable.engine.rendezvous import GLOO_INTERFACE, launcher_of
 from tests.support.ranks import REPOSITORY, fork_server
 
 TIME_LIMIT_SECONDS = 60
@@ -42,6 +42,7 @@ def connect(queue: Any, rank: int, port: int, folder: str) -> None:
         torch.distributed.new_group([0, 1])
         own = psutil.Process().net_connections("inet")
         listening = [entry.laddr.ip for entry in own if entry.status == psutil.CONN_LISTEN]
+        assert {address.address for address in psutil.net_if_addrs()[os.environ[GLOO_INTERFACE]]} >= {LOOPBACK}
         queue.put((rank, [peer.rank for peer in peers], listening))
         torch.distributed.barrier()
 

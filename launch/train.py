@@ -6,15 +6,24 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import NoReturn
 
-from megastable.training.entry import RunRequest, run_command
+from megastable.training.entry import RunRequest, refuse_command_line, run_command
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses a command line once for all ranks of a launch."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the mistake and exit."""
+        sys.exit(refuse_command_line(message, self.format_usage()))
 
 
 def main() -> int:
     """Parse the command line and train."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Pre-train a GPT on DeepSpeed's pipeline engine, as one JSON file says.",
-        epilog="Run it with `deepspeed --num_gpus N`, with `torchrun --standalone --nproc_per_node N`, or with srun. "
+        epilog="Run it with `deepspeed --num_gpus N`, `torchrun --standalone --nproc_per_node N`, srun or mpirun. "
         "`megastable schema` prints every key of the file with its meaning.",
     )
     parser.add_argument(

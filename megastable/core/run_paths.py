@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from megastable.core.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -31,3 +36,42 @@ class RunPaths:
     def checkpoints(self) -> Path:
         """Return the folder of the checkpoints, see ``core.checkpoint_folder``."""
         return self.path / "checkpoints"
+
+    def check_writable(self) -> None:
+        """Check that a run can write here, and leave nothing behind.
+
+        Raises:
+            UserError: the path is no folder and cannot become one, or is not for this user to write.
+        """
+        for folder in (self.path, self.checkpoints):
+            fault = _fault_of_folder(folder)
+            if fault is not None:
+                raise UserError(f"--run-dir: {str(folder)!r} {fault}; name a folder that can be written")
+        for file in (self.config, self.metrics, self.events):
+            if file.is_dir() or (file.exists() and not os.access(file, os.W_OK)):
+                raise UserError(f"--run-dir: {str(file)!r} cannot be written; name another folder")
+
+
+def _fault_of_folder(folder: Path) -> str | None:
+    """Say why ``folder`` cannot be written or made; None where it can."""
+    try:
+        os.stat(folder)
+    except FileNotFoundError:
+        if folder.is_symlink():
+            return "is a link to what does not exist"
+        # It can be made where the folder above can be written.
+        return _fault_of_folder(folder.parent)
+    except OSError as error:
+        if error.errno == errno.ENOTDIR:
+            return "lies below a file"
+        return f"cannot be used ({error.strerror})"
+    except ValueError:
+        return "holds a character that no path can"
+    if not folder.is_dir():
+        return "is not a folder"
+    # Only an attempt shows whether permissions, a read-only or full disk or a quota stand against it.
+    try:
+        tempfile.TemporaryDirectory(prefix=".megastable-", dir=folder).cleanup()
+    except OSError as error:
+        return f"cannot be written ({error.strerror})"
+    return None

@@ -7,14 +7,12 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import NoReturn
 
 import deepspeed
@@ -22,15 +20,14 @@ import psutil
 import torch
 import torch.distributed
 from deepspeed.accelerator import get_accelerator
-from torch._C._distributed_c10d import Store, TCPStore
 
 from megastable.core.errors import RunStoppedError, UserError
 from megastable.core.host import cpu_mask, threads_per_process
 from megastable.core.launch import Launch
 from megastable.core.layout import ParallelLayout
 from megastable.engine.host_memory import keep_freed_memory
+from megastable.engine.rendezvous import listen_on_loopback, rendezvous
 
-CONNECT_TIMEOUT = timedelta(minutes=10)
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 EXIT_CODE_FAILURE = 1
 PEER_DEATH_SHOWS_WITHIN_SECONDS = 1.0
@@ -51,10 +48,11 @@ def connected(launch: Launch) -> Iterator[list[Peer]]:
     """Join the process group of the run, and yield all its processes. gloo connects CPUs, NCCL NVIDIA GPUs.
 
     Raises:
-        UserError: this node has fewer GPUs than processes.
+        UserError: this node has fewer GPUs than processes, or another program has taken the port.
     """
     _prepare_device(launch)
-    store = _rendezvous(launch)
+    listen_on_loopback(launch)
+    store = rendezvous(launch)
     # DeepSpeed compiles this extension for its inference all-reduce wherever it connects: a minute on a cold machine,
     # in a folder that two launches race for. Training does not use it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -135,47 +133,6 @@ def _prepare_device(launch: Launch) -> None:
     accelerator.set_device(int(os.environ["LOCAL_RANK"]))
 
 
-def _rendezvous(launch: Launch) -> Store:
-    """Return the store through which the processes find each other."""
-    if launch.port_is_default and launch.single_node:
-        return _local_rendezvous(launch)
-    # Under torchrun its agent holds the store already.
-    master = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return TCPStore(
-        launch.master_addr, launch.master_port, launch.world_size, is_master=master, timeout=CONNECT_TIMEOUT
-    )
-
-
-def _local_rendezvous(launch: Launch) -> Store:
-    """Agree on a free port by a file named after the common parent, so that two runs on one machine never meet."""
-    if launch.world_size == 1:
-        return TCPStore("127.0.0.1", 0, 1, is_master=True)
-    parent = psutil.Process(os.getppid())
-    # Process ids are used again; with the time at which it was created the parent's is unique.
-    name = f"megastable-{os.getuid()}-{parent.pid}-{parent.create_time():.2f}.port"
-    port_file = Path(tempfile.gettempdir()) / name
-    if launch.rank == 0:
-        store = TCPStore(
-            "127.0.0.1", 0, launch.world_size, is_master=True, wait_for_workers=False, timeout=CONNECT_TIMEOUT
-        )
-        # Renamed into place, so that nobody reads half a number.
-        written = port_file.with_suffix(".tmp")
-        written.write_text(str(store.port))
-        os.replace(written, port_file)
-        store.wait([f"connected/{rank}" for rank in range(1, launch.world_size)])
-        port_file.unlink()
-        return store
-    deadline = time.monotonic() + CONNECT_TIMEOUT.total_seconds()
-    while not port_file.exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"rank 0 did not publish its port in {port_file}")
-        time.sleep(0.05)
-    port = int(port_file.read_text())
-    store = TCPStore("127.0.0.1", port, launch.world_size, timeout=CONNECT_TIMEOUT)
-    store.set(f"connected/{launch.rank}", "1")
-    return store
-
-
 def _introduce(launch: Launch) -> list[Peer]:
     """Gather who is who, as long as all are there to say it; collective."""
     peers: list[Peer | None] = [None] * launch.world_size
@@ -199,7 +156,7 @@ def reporting_failures(rank: int, layout: ParallelLayout, peers: list[Peer]) -> 
         _leave_together()
         raise
     except UserError:
-        # Rank 0 says what is wrong. A rank that its launcher ends meanwhile has no loss to report.
+        # Rank 0 says it for all. The launcher ends the others for that, which is no loss that they should report.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise
     except Exception as error:
@@ -243,7 +200,8 @@ def _failure(error: Exception, rank: int, layout: ParallelLayout, peers: list[Pe
         gone = _missing(peers)
         if gone:
             return _loss(gone, rank, layout)
-        if not isinstance(error, torch.distributed.DistError):
+        # gloo raises a plain RuntimeError where a connection breaks, sometimes before its peer is seen to have ended.
+        if not isinstance(error, RuntimeError):
             break  # an error of this rank's own
         time.sleep(0.02)
     trace = "".join(traceback.format_exception(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from megastable.config.run_config import run_as_dict
@@ -12,6 +13,8 @@ from megastable.core.records import TrainingState
 from megastable.data import Corpus, prepare_corpus
 from megastable.engine.checkpoint import load_checkpoint, save_checkpoint
 from megastable.engine.device import allow_fp16_on_cpu, check_compiler, check_fp16_support
+from megastable.engine.hostfile import check_hostfile
+from megastable.engine.node_work import first_on_each_node
 from megastable.engine.process_group import check_equal_on_all_ranks, connected, reporting_failures
 from megastable.engine.training_engine import TrainingEngine
 from megastable.monitors import Monitors
@@ -31,26 +34,34 @@ def train(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | N
         checkpoint: a complete checkpoint that has been checked against the run, or None for fresh weights.
 
     Raises:
-        UserError: the data cannot be read, does not fit the model or is not the checkpoint's; fp16 or a C++ compiler
-            is not to be had; two metrics have one name; the ranks do not agree on the data or the batches. Nothing is
-            written into the run folder then.
+        UserError: the launcher's hostfile was not read; the port is taken; the data cannot be read, does not fit the
+            model or is not the checkpoint's; fp16 or a C++ compiler is not to be had; two metrics have one name; the
+            ranks do not agree on the data or the batches. Nothing is written into the run folder then.
     """
     settings = plan.run.megastable
+    check_hostfile()
     check_fp16_support(plan.run)
     check_compiler(plan.run)
     allow_fp16_on_cpu(plan.run)
     monitors = Monitors(plan, STEP_METRICS)
-    # Before the ranks connect: tokenising a large corpus may take longer than a collective waits.
-    corpus = prepare_corpus(settings.data, settings.model, show_progress=launch.rank == 0)
-    if checkpoint is not None:
-        check_same_corpus(read_manifest(checkpoint), corpus)
     # A failure ends the process inside of the inner one: leaving the group in order would wait for peers that are gone.
     with connected(launch) as peers, reporting_failures(launch.rank, plan.layout, peers):
+        # After the ranks have met: tokenising may take hours on one node, where another would give up connecting.
+        corpus = first_on_each_node(launch.rank, peers, partial(_open_corpus, plan, launch, checkpoint))
         check_equal_on_all_ranks(corpus.fingerprint, "the tokenised corpus of megastable.data")
         check_equal_on_all_ranks(
             settings.batch_rampup.model_dump_json(), "megastable.batch_rampup, with the micro-batch sizes chosen,"
         )
         _train_connected(plan, launch, folder, checkpoint, corpus, monitors)
+
+
+def _open_corpus(plan: RunPlan, launch: Launch, checkpoint: Path | None) -> Corpus:
+    """Tokenise the corpus or find it in the cache, and check it against the checkpoint."""
+    settings = plan.run.megastable
+    corpus = prepare_corpus(settings.data, settings.model, show_progress=launch.rank == 0)
+    if checkpoint is not None:
+        check_same_corpus(read_manifest(checkpoint), corpus)
+    return corpus
 
 
 def check_same_corpus(manifest: Manifest, corpus: Corpus) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -14,7 +15,8 @@ from pathlib import Path
 from megastable.config import RunConfig, load_run_file
 from megastable.core.checkpoint_folder import read_manifest
 from megastable.core.errors import RunStoppedError, UserError
-from megastable.core.launch import Launch, check_hostfile
+from megastable.core.launch import Launch, check_port
+from megastable.core.launch_variables import rank_as_given
 from megastable.planning.micro_batches import with_chosen_micro_batches, with_recorded_micro_batches
 from megastable.planning.run_plan import RunPlan
 from megastable.training.output import protect_standard_streams
@@ -52,7 +54,7 @@ def run_command(request: RunRequest) -> int:
         _plan_and_train(request)
     except RunStoppedError as error:
         # All ranks have come to the same decision at the same step, and leave together; rank 0 says why.
-        if os.environ.get("RANK", "0") != "0":
+        if rank_as_given(os.environ) != "0":
             return error.exit_code
         return refuse(error)
     except UserError as error:
@@ -63,11 +65,12 @@ def run_command(request: RunRequest) -> int:
 
 
 def _plan_and_train(request: RunRequest) -> None:
-    check_hostfile()
     launch = Launch.detect(os.environ)
+    check_port(launch)
     run = load_run_file(request.run_file, request.overrides, launch.world_size)
     check_writer_packages(run)
     folder = RunFolder(request.run_dir or Path("runs") / request.run_file.stem)
+    folder.check_writable()
     checkpoint = _find_checkpoint(request, folder, launch)
     # Before the choice of micro-batches: a run goes on in those that were chosen for it, and not in what a calibration
     # that has changed since would choose.
@@ -118,16 +121,35 @@ def _continuing(checkpoint: Path, run: RunConfig, launch: Launch) -> RunConfig:
 
 def _warn(launch: Launch, text: str) -> None:
     if launch.rank == 0:
-        print(f"[megastable] {text}", file=sys.stderr, flush=True)
+        _print_error(f"[megastable] {text}")
 
 
 def refuse(error: UserError) -> int:
     """Print what a user has to mend, once for all ranks of a launch, and return the exit code."""
     # Read from the environment, since an error may be that the launch could not be detected.
-    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    rank = rank_as_given(os.environ)
     if rank != "0":
         # All ranks find the same fault. A launcher ends the others with the first that exits: let rank 0 speak.
         time.sleep(RANK_0_SPEAKS_FIRST_SECONDS)
     where = "" if rank == "0" else f" on rank {rank}"
-    print(f"[megastable] error{where}: {error}", file=sys.stderr, flush=True)
+    _print_error(f"[megastable] error{where}: {error}")
     return error.exit_code
+
+
+def refuse_command_line(fault: str, usage: str) -> int:
+    """Refuse a command line that ``argparse`` cannot read, as any other mistake; returns the exit code."""
+    hint = ""
+    if fault.startswith("unrecognized arguments"):
+        hint = "; a path with a blank has to be quoted, e.g. --run-dir 'my runs/one'"
+    return refuse(UserError(f"{fault}{hint}\n{usage.rstrip()}"))
+
+
+def _print_error(text: str) -> None:
+    """Print to standard error what it can hold: it may be closed, ASCII, or a pipe whose reader has left."""
+    stream = sys.stderr
+    # Python has no stream where the descriptor was closed when it started.
+    if stream is None:
+        return
+    encoding = stream.encoding or "ascii"
+    with contextlib.suppress(OSError, ValueError):
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,9 @@ import pytest
 import torch
 
 from megastable.core.checkpoint_folder import folder_name
+from megastable.data import prepare_corpus
+from megastable.engine import node_work, rendezvous
+from megastable.training import build
 from tests.support.failing_rank import plant_failure
 from tests.support.launches import DEEPSPEED, TORCHRUN, metrics, start, train_command, wait_for_step, write_run_file
 from tests.support.ranks import run_bounded
@@ -276,7 +281,6 @@ def let_no_compiler_be_found() -> None:
 LATE_MISTAKES: dict[str, tuple[list[str], Callable[[], None] | None, str]] = {
     "fp16 without a device for it": (["--set", "fp16.enabled=true"], None, "fp16_on_cpu"),
     "nothing to compile with": (["--set", "megastable.model.compile=true"], let_no_compiler_be_found, "install g++"),
-    "no data": (["--set", "megastable.data.source.path=no/such/text"], None, "no/such/text"),
 }
 
 
@@ -292,6 +296,68 @@ def test_a_mistake_that_torch_is_needed_to_see_gives_the_same(tmp_path: Path, mi
     assert not (tmp_path / "run").exists()
 
 
+def test_refused_data_is_one_message_of_all_ranks_and_exit_code_2(tmp_path: Path) -> None:
+    """The ranks have met by then. Those that the launcher ends for the exit of rank 0 have nothing to report."""
+    words = train_command([], write_run_file(tmp_path, **RUN), tmp_path / "run")
+    refused = run_script([*words, "--set", "megastable.data.source.path=no/such/text"], 2, "deepspeed")
+    assert refused.exit_codes[0] == 2 and "no/such/text" in refused.outputs[0], refused.output
+    assert refused.output.count("[megastable]") == 1 and "Traceback" not in refused.output, refused.output
+    assert not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()
+
+
+def be_a_slow_node(counter: str) -> None:
+    """Make every rank a node of its own, where the corpus of rank 1's takes longer than connecting may."""
+    rank = os.environ["RANK"]
+    socket.gethostname = lambda: f"node{rank}"
+    rendezvous.CONNECT_TIMEOUT = timedelta(seconds=6)
+    node_work.REPORT_SECONDS = 0.5
+
+    def prepare_slowly(*arguments: Any, **options: Any) -> Any:
+        if rank == "1":
+            time.sleep(8)
+        Path(counter, rank).touch()
+        return prepare_corpus(*arguments, **options)
+
+    setattr(build, "prepare_corpus", prepare_slowly)  # noqa: B010  # build does not export it
+
+
+def test_a_node_may_take_longer_for_its_data_than_for_connecting(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path, **{**RUN, "megastable__training": {"total_steps": 1}})
+    with socket.create_server(("", 0)) as probe:
+        port = probe.getsockname()[1]
+    variables = {"MASTER_ADDR": socket.gethostname(), "MASTER_PORT": str(port), "LOCAL_SIZE": "1", "LOCAL_RANK": "0"}
+    finished = run_script(
+        train_command([], run_file, tmp_path / "run"), 2, "deepspeed", environment=variables,
+        first=be_a_slow_node, counter=str(tmp_path),
+    )  # fmt: skip
+    assert finished.exit_codes == [0, 0], finished.output[-4000:]
+    assert "[megastable] waits for the data on node1 (rank 1), " in finished.outputs[0]
+    assert (tmp_path / "0").exists() and (tmp_path / "1").exists()
+
+
+def mpi_variables(rank: int) -> dict[str, str]:
+    """Return what Open MPI's mpirun tells a process of two on this machine."""
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_RANK": str(rank),
+    }  # fmt: skip
+
+
+def test_mpis_variables_are_one_run(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path, **{**RUN, "megastable__training": {"total_steps": 1}})
+    command = train_command([sys.executable], run_file, tmp_path / "run")
+    ranks = [start(command, mpi_variables(rank)) for rank in range(2)]
+    try:
+        outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                os.killpg(rank.pid, signal.SIGKILL)
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert "= 2 processes" in outputs[0] and "run folder" not in outputs[1]
+    assert len(metrics(tmp_path / "run")) == 1
+
+
 @pytest.mark.slow
 def test_a_compiler_that_the_environment_names_is_looked_for(tmp_path: Path) -> None:
     command = train_command([sys.executable], write_run_file(tmp_path, **RUN), tmp_path / "run")
@@ -302,7 +368,8 @@ def test_a_compiler_that_the_environment_names_is_looked_for(tmp_path: Path) -> 
 
 def test_an_unread_hostfile_is_refused_and_shown_once_through_the_launcher(tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path, **RUN)
-    launcher = [*DEEPSPEED, "--hostfile", str(tmp_path / "hosts")]
+    # Neither the usual command nor the usual spelling.
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", f"--hostf={tmp_path / 'hosts'}"]
     refused = run_bounded(train_command(launcher, run_file, tmp_path / "run"), 60)
     assert refused.returncode == 2, refused.stdout
     assert refused.stdout.count(f"asks for --hostfile {tmp_path / 'hosts'}") == 1, refused.stdout

@@ -146,6 +146,7 @@ def _slurm_variables(rank: int, world_size: int, job: int) -> dict[str, str]:
     return {
         "SLURM_NTASKS": str(world_size), "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "localhost",
         "SLURM_JOB_ID": str(job), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank),
+        "SLURM_STEP_ID": "0",
     }  # fmt: skip
 
 

@@ -1,8 +1,12 @@
 """A user's mistake is one message and exit code 2, before torch loads, and nothing is written over."""
 
+import io
 import json
 import os
+import runpy
+import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +22,7 @@ from tests.support.tiny_run import run_dict, tiny_run
 def single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take a launcher's variables away, and give an ImportError instead of training where nothing refuses the run."""
     for name in list(os.environ):
-        if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE"):
+        if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
             monkeypatch.delenv(name)
     monkeypatch.setitem(sys.modules, "megastable.training.build", None)
     monkeypatch.setattr(entry, "RANK_0_SPEAKS_FIRST_SECONDS", 0.0)
@@ -105,3 +109,87 @@ def test_a_rank_that_is_no_number_is_a_users_mistake(
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("SLURM_NTASKS", "2")
     refusal(request_of_tiny_run, capsys)
+
+
+@pytest.mark.parametrize("run_dir", ["file", "file/run"])
+def test_a_run_folder_that_cannot_be_written_is_refused(
+    run_dir: str, request_of_tiny_run: RunRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("kept")
+    for resume in (False, True):
+        text = refusal(changed(request_of_tiny_run, run_dir=tmp_path / run_dir, resume=resume), capsys)
+        assert f"--run-dir: '{tmp_path / run_dir}'" in text
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def set_launch(monkeypatch: pytest.MonkeyPatch, rank: int, port: int) -> None:
+    """Set what ``deepspeed --master_port`` sets for one of two processes."""
+    launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_SIZE": 2, "MASTER_PORT": port}
+    for name, value in launch.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", ""], ids=["loopback", "all interfaces"])
+def test_a_port_that_is_taken_is_refused(
+    address: str, request_of_tiny_run: RunRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server((address, 0)) as taken:
+        port = taken.getsockname()[1]
+        set_launch(monkeypatch, 0, port)
+        text = refusal(request_of_tiny_run, capsys)
+        assert f"MASTER_PORT: rank 0 cannot listen at port {port} (Address already in use)" in text
+    # Now it is free, and the run is refused for its stages.
+    assert "world size 2" in refusal(
+        changed(request_of_tiny_run, overrides=["megastable.pipeline.num_stages=3"]), capsys
+    )
+
+
+def test_other_ranks_do_not_take_the_port(
+    request_of_tiny_run: RunRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as rank_0:
+        set_launch(monkeypatch, 1, rank_0.getsockname()[1])
+        assert "world size 2" in refusal(
+            changed(request_of_tiny_run, overrides=["megastable.pipeline.num_stages=3"]), capsys
+        )
+
+
+class ReaderLeft(io.TextIOWrapper):
+    """Stands for a pipe whose reader has left."""
+
+    def write(self, _: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("kind", ["ascii", "closed", "none", "pipe"])
+def test_an_error_that_cannot_be_printed_is_still_exit_code_2(
+    kind: str, request_of_tiny_run: RunRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.BytesIO()
+    stream = {
+        "ascii": io.TextIOWrapper(written, encoding="ascii"),
+        "closed": io.TextIOWrapper(io.BytesIO()),
+        "none": None,
+        "pipe": ReaderLeft(io.BytesIO()),
+    }[kind]
+    if kind == "closed" and stream is not None:
+        stream.close()
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert run_command(changed(request_of_tiny_run, run_file=Path("größe.json"))) == 2
+    if kind == "ascii":
+        assert rb"gr\xf6\xdfe.json" in written.getvalue()
+
+
+def test_a_command_line_is_refused_once_and_by_rank_0(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    script = runpy.run_path(str(Path(__file__).parents[3] / "launch" / "train.py"))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--deepspeed_config", "x.json", "--run-dir", "my", "runs"])
+    with pytest.raises(SystemExit) as caught:
+        script["main"]()
+    assert caught.value.code == 2 and waited == [entry.RANK_0_SPEAKS_FIRST_SECONDS]
+    text = capsys.readouterr().err
+    assert "unrecognized arguments: runs; a path with a blank has to be quoted" in text and "usage:" in text

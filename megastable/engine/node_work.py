@@ -1,0 +1,113 @@
+"""Work that the first process of every node does for the others, which wait for as long as it takes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch.distributed
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from megastable.core.errors import UserError
+from megastable.engine.process_group import COLLECTIVE_TIMEOUT, Peer
+
+BEAT_SECONDS = 5.0
+POLL_SECONDS = 0.05
+SILENCE_SECONDS = COLLECTIVE_TIMEOUT.total_seconds()
+REPORT_SECONDS = 30.0
+
+Result = TypeVar("Result")
+
+
+def first_on_each_node(rank: int, peers: list[Peer], work: Callable[[], Result]) -> Result:
+    """Call ``work`` on the first rank of every node, then on the others, and return what it returned here; collective.
+
+    The first call of a node may take hours, such as the tokenising of a corpus, whose cache the others then find. A
+    collective would time out meanwhile, so they watch the store in which the working ranks show that they are alive.
+
+    Raises:
+        UserError: on every rank, where ``work`` refused on one.
+    """
+    store = PrefixStore("first_on_each_node", torch.distributed.distributed_c10d._get_default_store())
+    first_of_host: dict[str, Peer] = {}
+    for peer in peers:
+        first_of_host.setdefault(peer.host, peer)
+    workers = list(first_of_host.values())
+    if peers[rank] in workers:
+        with _showing_life(store, rank):
+            outcome = _outcome(work)
+    _wait_for(store, rank, workers)
+    if peers[rank] not in workers:
+        outcome = _outcome(work)
+    # All are here at the same time now. They leave together, too: the store ends with rank 0, on which others wait.
+    refusals: list[str | None] = [None] * len(peers)
+    torch.distributed.all_gather_object(refusals, str(outcome) if isinstance(outcome, UserError) else None)
+    for peer, refusal in zip(peers, refusals, strict=True):
+        if refusal is not None:
+            raise UserError(refusal if peer.host == peers[0].host else f"on {peer.host}: {refusal}")
+    assert not isinstance(outcome, UserError)
+    return outcome
+
+
+def _outcome(work: Callable[[], Result]) -> Result | UserError:
+    """Return what ``work`` returns, or its refusal, which is raised once all ranks know of it."""
+    try:
+        return work()
+    except UserError as error:
+        return error
+
+
+@contextlib.contextmanager
+def _showing_life(store: Store, rank: int) -> Iterator[None]:
+    """Count up this rank's beats in the store from another thread, and note the end of its work, good or bad."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        # A store that is gone has ended with rank 0; this rank finds that out when its work is done.
+        with contextlib.suppress(torch.distributed.DistError):
+            while not ended.wait(BEAT_SECONDS):
+                store.add(f"beats/{rank}", 1)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        with contextlib.suppress(torch.distributed.DistError):
+            store.set(f"done/{rank}", "1")
+
+
+def _wait_for(store: Store, rank: int, workers: list[Peer]) -> None:
+    """Wait until all workers are done; rank 0 reports for whom it waits.
+
+    Raises:
+        TimeoutError: a worker has shown no beat for as long as collectives wait.
+    """
+    started = time.monotonic()
+    next_report = started + REPORT_SECONDS
+    for worker in workers:
+        beats = 0
+        last_beat = time.monotonic()
+        while not store.check([f"done/{worker.rank}"]):
+            time.sleep(POLL_SECONDS)
+            now = time.monotonic()
+            if rank == 0 and now > next_report:
+                next_report = now + REPORT_SECONDS
+                seconds = now - started
+                print(
+                    f"[megastable] waits for the data on {worker.host} (rank {worker.rank}), {seconds:.0f} s so far",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
+            # Adding nothing reads the count, also where there has been no beat yet.
+            seen = store.add(f"beats/{worker.rank}", 0)
+            if seen != beats:
+                beats = seen
+                last_beat = now
+            elif now - last_beat > SILENCE_SECONDS:
+                raise TimeoutError(f"rank {worker.rank} on {worker.host} shows no life while it prepares the data")

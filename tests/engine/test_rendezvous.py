@@ -1,0 +1,170 @@
+"""How processes meet: at addresses of this machine alone, and without leaving files."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed
+
+from megastable.core.errors import UserError
+from megastable.core.launch import LOOPBACK, Launch
+from megastable.engine import rendezvous
+from megastable.engine.process_group import connected
+from megastable.engine.rendezvous import GLOO_INTERFACE, launcher_of
+from tests.support.ranks import REPOSITORY, fork_server
+
+TIME_LIMIT_SECONDS = 60
+
+
+def connect(queue: Any, rank: int, port: int, folder: str) -> None:
+    """Meet as one of two processes of ``deepspeed``; answers the addresses at which this process listens."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    tempfile.tempdir = folder
+    variables = {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_PORT": str(port),
+        # As where a hostfile names this machine alone.
+        "MASTER_ADDR": socket.gethostname(),
+    }  # fmt: skip
+    with connected(Launch.detect(variables)) as peers:
+        torch.distributed.barrier()
+        # Groups of some of the ranks, as DeepSpeed makes them, open sockets of their own.
+        torch.distributed.new_group([0, 1])
+        own = psutil.Process().net_connections("inet")
+        listening = [entry.laddr.ip for entry in own if entry.status == psutil.CONN_LISTEN]
+        assert {address.address for address in psutil.net_if_addrs()[os.environ[GLOO_INTERFACE]]} >= {LOOPBACK}
+        queue.put((rank, [peer.rank for peer in peers], listening))
+        torch.distributed.barrier()
+
+
+def meet(port: int, folder: Path) -> list[tuple[int, list[int], list[str]]]:
+    """Let two processes meet at a port and return what they answered."""
+    context = fork_server()
+    queue = context.Queue()
+    processes = [context.Process(target=connect, args=(queue, rank, port, str(folder))) for rank in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        found = [queue.get(timeout=TIME_LIMIT_SECONDS) for _ in processes]
+        for process in processes:
+            process.join(TIME_LIMIT_SECONDS)
+        assert [process.exitcode for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    return sorted(found)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("port", ["default", "given"])
+def test_nothing_listens_to_other_machines_on_a_single_node(port: str, tmp_path: Path) -> None:
+    found = meet(29500 if port == "default" else free_port(), tmp_path)
+    for rank, peers, listening in found:
+        assert peers == [0, 1]
+        # The store of rank 0 and gloo of both.
+        assert len(listening) >= (2 if rank == 0 else 1)
+        assert set(listening) == {"127.0.0.1"}
+    assert list(tmp_path.glob("megastable-*")) == []
+
+
+def publish(folder: Path, launcher: str) -> subprocess.Popen[str]:
+    """Start a rank 0 that publishes its port below ``launcher``'s name and waits for others that never come."""
+    script = """
+import os, pathlib, sys
+from megastable.core.launch import Launch
+from megastable.engine import rendezvous
+launch = Launch(0, 0, 2, 2, "127.0.0.1", 29500, port_is_default=True)
+rendezvous._publish_port(launch, pathlib.Path(sys.argv[1]))
+"""
+    file = folder / f"megastable-{os.getuid()}-{launcher}.port"
+    process = subprocess.Popen([sys.executable, "-c", script, str(file)], cwd=REPOSITORY, text=True)
+    deadline = time.monotonic() + TIME_LIMIT_SECONDS
+    while not file.exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    return process
+
+
+def test_files_of_launches_that_ended_are_removed_and_those_of_living_ones_kept(tmp_path: Path) -> None:
+    alive = publish(tmp_path, "alive")
+    try:
+        ended = publish(tmp_path, "ended")
+        ended.send_signal(signal.SIGKILL)
+        ended.wait(TIME_LIMIT_SECONDS)
+        other = tmp_path / "megastable-notes.port"
+        other.write_text("of somebody else")
+        (left,) = tmp_path.glob("*ended.port")
+        assert not rendezvous._is_held(left)
+        meet(29500, tmp_path)
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            f"megastable-{os.getuid()}-alive.port",
+            "megastable-notes.port",
+        ]
+    finally:
+        alive.kill()
+        alive.wait(TIME_LIMIT_SECONDS)
+
+
+def test_the_file_of_an_ended_launch_of_the_same_launcher_is_not_read(tmp_path: Path) -> None:
+    """Both launches have this process's fork server as their launcher, and so one name for their file."""
+    meet(29500, tmp_path)  # starts the server
+    (launcher,) = [child for child in psutil.Process().children() if "forkserver" in " ".join(child.cmdline())]
+    name = f"megastable-{os.getuid()}-{launcher.pid}-{launcher.create_time():.2f}.port"
+    (tmp_path / name).write_text(str(free_port()))  # nobody listens there
+    assert [peers for _, peers, _ in meet(29500, tmp_path)] == [[0, 1], [0, 1]]
+
+
+def test_a_port_that_is_taken_after_the_first_look_is_refused() -> None:
+    for nodes in (1, 2):
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            launch = Launch(0, 0, 2, 2 // nodes, socket.gethostname(), port, port_is_default=False)
+            with pytest.raises(UserError, match=f"MASTER_PORT: .*{port}"):
+                rendezvous.rendezvous(launch)
+
+
+def test_an_abandoned_file_is_one_that_no_process_holds(tmp_path: Path) -> None:
+    path = tmp_path / "file.port"
+    assert not rendezvous._is_held(path)
+    with open(path, "w") as file:
+        assert not rendezvous._is_held(path)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert rendezvous._is_held(path)
+    assert not rendezvous._is_held(path)
+
+
+class FakeProcess:
+    """Stands for an ancestor with an environment, or for one of another user."""
+
+    def __init__(self, environment: dict[str, str] | None) -> None:
+        self.environment = environment
+
+    def environ(self) -> dict[str, str]:
+        if self.environment is None:
+            raise psutil.AccessDenied
+        return self.environment
+
+
+@pytest.mark.parametrize("launcher", [{}, {"SLURM_PROCID": "0"}, None], ids=["mpirun", "a batch script", "root's"])
+def test_wrappers_of_a_rank_are_not_the_launcher(launcher: dict[str, str] | None) -> None:
+    above = [FakeProcess({"PMI_RANK": "1", "RANK": "1"}), FakeProcess({"PMI_RANK": "1"}), FakeProcess(launcher)]
+
+    class Rank:
+        def parents(self) -> list[FakeProcess]:
+            return [*above, FakeProcess({})]
+
+    assert launcher_of(Rank()) is above[2]

@@ -18,3 +18,11 @@ class RunStoppedError(UserError):
     """
 
     exit_code = 3
+
+
+class DamagedDataError(Exception):
+    """Data on a disk that are found to be damaged in the middle of a step, by the ranks alone that read them.
+
+    It is no ``UserError``, which all ranks meet together: the others wait in a collective, so that the rank has to end
+    as after any failure, though without a traceback.
+    """

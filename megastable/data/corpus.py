@@ -14,12 +14,19 @@ import numpy.typing as npt
 from megastable.config import DataConfig, ModelConfig
 from megastable.core.errors import UserError
 from megastable.data.cache_folder import build_once
-from megastable.data.dataset import TokenDataset
+from megastable.data.dataset import TokenArray, TokenDataset
 from megastable.data.progress import note, track
 from megastable.data.sample_order import hash64, validation_documents
 from megastable.data.sources import DocumentSource, open_source
 from megastable.data.text_tokenizers import check_fits_model, make_tokenizer, tokenizer_identity
-from megastable.data.token_store import FORMAT_VERSION, TOKENIZER_FOLDER, open_token_store, write_token_store
+from megastable.data.token_store import (
+    FORMAT_VERSION,
+    TOKENIZER_FOLDER,
+    TRAIN_FILE,
+    VALIDATION_FILE,
+    open_token_store,
+    write_token_store,
+)
 
 DEFAULT_CACHE_DIR = "~/.cache/megastable"
 BPE_TRAINING_CHARACTERS = 32_000_000
@@ -80,9 +87,13 @@ def prepare_corpus(data: DataConfig, model: ModelConfig, *, show_progress: bool)
             f"megastable.data.source: {source.name} has {meta.num_train_tokens:,} training tokens, less than one "
             f"sample of megastable.model.seq_length + 1 = {model.seq_length + 1:,}; add text or shorten the samples"
         )
+
+    def dataset_of(tokens: TokenArray, file: str) -> TokenDataset:
+        return TokenDataset(tokens, model.seq_length, meta.eod_id, meta.vocab_size, str(folder / file))
+
     return Corpus(
-        train=TokenDataset(train, model.seq_length, meta.eod_id),
-        validation=TokenDataset(validation, model.seq_length, meta.eod_id),
+        train=dataset_of(train, TRAIN_FILE),
+        validation=dataset_of(validation, VALIDATION_FILE),
         vocab_size=meta.vocab_size,
         eod_id=meta.eod_id,
         unigram_entropy_nats=meta.unigram_entropy_nats,

@@ -21,6 +21,10 @@ from megastable.data.text_tokenizers import TextTokenizer
 FORMAT_VERSION = 1
 TRAIN_FILE, VALIDATION_FILE, META_FILE, TOKENIZER_FOLDER = "train.bin", "validation.bin", "meta.json", "tokenizer"
 
+VERIFIED_BYTES = 1 << 26
+"""Token files up to this size are read and compared with their hash whenever they are opened, which takes less than a
+second. Of larger ones only the size is; their ids are compared with the vocabulary as they are read."""
+
 # A longer document is encoded in pieces: in parallel, and without all of its ids in memory at once.
 _PIECE_CHARACTERS = 1 << 20
 # Enough pieces at a time to keep the cores busy.
@@ -97,7 +101,7 @@ def write_token_store(folder: Path, documents: Iterable[tuple[str, bool]], token
         vocab_size=tokenizer.vocab_size,
         eod_id=tokenizer.eod_id,
         unigram_entropy_nats=unigram_entropy_nats(train.counts),
-        fingerprint=hashlib.sha256(train.digest.digest() + validation.digest.digest()).hexdigest(),
+        fingerprint=_fingerprint(train.digest.digest(), validation.digest.digest()),
     )
     (folder / TOKENIZER_FOLDER).mkdir()
     tokenizer.save(folder / TOKENIZER_FOLDER)
@@ -114,9 +118,33 @@ def open_token_store(folder: Path) -> tuple[TokenStoreMeta, TokenArray, TokenArr
         meta = TokenStoreMeta(**json.loads((folder / META_FILE).read_text(encoding="utf-8")))
         train = _map(folder / TRAIN_FILE, meta.dtype, meta.num_train_tokens)
         validation = _map(folder / VALIDATION_FILE, meta.dtype, meta.num_validation_tokens)
+        if train.nbytes + validation.nbytes <= VERIFIED_BYTES:
+            _verify(meta, train, validation)
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"the tokenised corpus in {folder} is damaged ({error}); delete that folder") from error
+        raise UserError(
+            f"the tokenised corpus in {folder} is damaged ({error}); delete that folder, and the next start builds it "
+            "again"
+        ) from error
     return meta, train, validation
+
+
+def _fingerprint(train_digest: bytes, validation_digest: bytes) -> str:
+    return hashlib.sha256(train_digest + validation_digest).hexdigest()
+
+
+def _verify(meta: TokenStoreMeta, train: TokenArray, validation: TokenArray) -> None:
+    """Read all tokens; a ValueError says that they are not those that were written, and names an impossible one.
+
+    The fingerprint, which every format has, is a hash of the files' own hashes, so that it serves as their checksum.
+    """
+    if _fingerprint(hashlib.sha256(train).digest(), hashlib.sha256(validation).digest()) == meta.fingerprint:
+        return
+    for name, tokens in ((TRAIN_FILE, train), (VALIDATION_FILE, validation)):
+        outside = np.flatnonzero(tokens >= meta.vocab_size)
+        if len(outside):
+            first = outside[0]
+            raise ValueError(f"{name} has the id {tokens[first]} at token {first:,}, outside {meta.vocab_size:,} ids")
+    raise ValueError("its tokens are not those that were written: their hash differs")
 
 
 def unigram_entropy_nats(counts: npt.NDArray[np.int64]) -> float:

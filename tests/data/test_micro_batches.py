@@ -27,7 +27,7 @@ SIZES = st.integers(1, 4)
 
 def tokens_in_a_row(num_tokens: int = NUM_TOKENS) -> TokenDataset:
     """Make a dataset whose token i is i, so that an input shows which sample it is of."""
-    return TokenDataset(np.arange(num_tokens, dtype=np.uint16), SEQ_LENGTH, EOD)
+    return TokenDataset(np.arange(num_tokens, dtype=np.uint16), SEQ_LENGTH, EOD, vocab_size=10_000, name="tokens")
 
 
 def all_replicas(batch: Batch, consumed_samples: int, num_replicas: int) -> list[list[MicroBatch]]:

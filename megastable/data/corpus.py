@@ -102,6 +102,30 @@ def prepare_corpus(data: DataConfig, model: ModelConfig, *, show_progress: bool)
     )
 
 
+def check_serves_run(corpus: Corpus, data: DataConfig, largest_batch: int, eval_interval: int) -> None:
+    """Refuse a corpus that has less text than a run asks for.
+
+    Args:
+        largest_batch: samples of the largest global batch.
+        eval_interval: steps between two evaluations; 0 means never.
+
+    Raises:
+        UserError: a batch would hold the same sample twice, or there is nothing to evaluate on.
+    """
+    if largest_batch > len(corpus.train):
+        raise UserError(
+            f"megastable.batch_rampup: the largest global batch of {largest_batch:,} samples is larger than the "
+            f"training data, which are {len(corpus.train):,} samples: a step would hold the same samples twice; legal "
+            f"is at most {len(corpus.train):,}, or more text in megastable.data.source"
+        )
+    if eval_interval > 0 and len(corpus.validation) == 0:
+        raise UserError(
+            f"megastable.training.eval_interval: {eval_interval}, but there is no text to evaluate on: none of the "
+            f"documents kept for validation (megastable.data.validation_fraction = {data.validation_fraction:g}) has "
+            "any, and a single document is for training; legal is 0, or more documents in megastable.data.source"
+        )
+
+
 def _cache_key(data: DataConfig, model: ModelConfig, source: DocumentSource) -> str:
     """Hash everything that decides the tokens; the length of samples does not, they are cut when read.
 

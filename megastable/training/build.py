@@ -9,7 +9,7 @@ from megastable.core.checkpoint_folder import Manifest, read_manifest
 from megastable.core.errors import UserError
 from megastable.core.launch import Launch
 from megastable.core.records import TrainingState
-from megastable.data import Corpus, prepare_corpus
+from megastable.data import Corpus, check_serves_run, prepare_corpus
 from megastable.engine.checkpoint import load_checkpoint, save_checkpoint
 from megastable.engine.device import allow_fp16_on_cpu, check_compiler, check_fp16_support
 from megastable.engine.process_group import check_equal_on_all_ranks, connected, reporting_failures
@@ -42,6 +42,7 @@ def train(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | N
     monitors = Monitors(plan, STEP_METRICS)
     # Before the ranks connect: tokenising a large corpus may take longer than a collective waits.
     corpus = prepare_corpus(settings.data, settings.model, show_progress=launch.rank == 0)
+    check_serves_run(corpus, settings.data, plan.phases[-1].batch.global_batch_size, settings.training.eval_interval)
     if checkpoint is not None:
         check_same_corpus(read_manifest(checkpoint), corpus)
     # A failure ends the process inside of the inner one: leaving the group in order would wait for peers that are gone.

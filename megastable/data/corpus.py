@@ -72,6 +72,8 @@ def prepare_corpus(data: DataConfig, model: ModelConfig, *, show_progress: bool)
         UserError: the documents, the tokenizer or the cache cannot be read, or do not fit the model.
     """
     source = open_source(data.source)
+    for remark in source.remarks():
+        note(f"{source.name}: {remark}", show=show_progress)
     cache_dir = Path(data.cache_dir or DEFAULT_CACHE_DIR).expanduser()
     folder = cache_dir / "tokens" / _cache_key(data, model, source)
 

@@ -23,7 +23,7 @@ from megastable.config import (
     TokenizerConfig,
     TransformersTokenizerConfig,
 )
-from megastable.core.errors import UserError
+from megastable.core.errors import UserError, first_line
 
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
@@ -219,9 +219,16 @@ class TransformersKind:
 
         key = "megastable.data.tokenizer.path"
         try:
-            loaded = AutoTokenizer.from_pretrained(str(Path(spec.path).expanduser()))
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise UserError(f"{key}: transformers finds no tokenizer in {spec.path}: {error}") from error
+            # False, and not left out: then transformers asks on the terminal whether to run a folder's own code.
+            loaded = AutoTokenizer.from_pretrained(str(Path(spec.path).expanduser()), trust_remote_code=False)
+        except Exception as error:
+            # Broken files raise errors of many types, tokenizers even plain ones.
+            why = f"transformers finds no tokenizer in {spec.path}: {first_line(error)}"
+            if "trust_remote_code" in str(error):
+                why = f"the tokenizer in {spec.path} has code of its own, which is not run; legal are tokenizers without"
+            raise UserError(f"{key}: {why}") from error
+        if not loaded.get_vocab():
+            raise UserError(f"{key}: the tokenizer in {spec.path} has no tokens")
         if loaded.eos_token_id is None:
             raise UserError(
                 f"{key}: the tokenizer in {spec.path} has no end-of-sequence token, which is needed to end documents; "

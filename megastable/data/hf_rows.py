@@ -40,8 +40,7 @@ class HfRows:
             text = self._rows[index][self._column]
         except Exception as error:  # whatever decoding a column of any type may raise
             raise UserError(
-                f"megastable.data.source.text_column: row {index:,} of {self.name} cannot be read "
-                f"({first_line(error)})"
+                f"megastable.data.source.text_column: row {index:,} of {self.name} cannot be read ({first_line(error)})"
             ) from error
         if not isinstance(text, str):
             raise UserError(

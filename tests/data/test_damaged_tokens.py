@@ -14,7 +14,8 @@ from megastable.core.batch_rampup import Batch
 from megastable.core.errors import DamagedDataError, UserError
 from megastable.data import SampleOrder, TokenDataset, prepare_corpus, token_store, training_micro_batches
 from megastable.data.text_tokenizers import BytesTokenizer
-from megastable.data.token_store import open_token_store, write_token_store
+from megastable.data.token_store import open_token_store
+from megastable.data.token_writer import write_token_store
 from tests.data.data_examples import text_data, tiny_model, write_documents
 
 

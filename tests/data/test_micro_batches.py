@@ -176,9 +176,7 @@ def test_a_global_batch_holds_no_sample_twice_but_across_the_end_of_an_epoch(
     """Known failure F1: replicas that end their epochs apart see samples twice, and others never."""
     rows = min(batch_size, len(FIRST_IDS) // num_replicas)
     batch = Batch(rows * num_replicas, 1, rows)
-    seen = [
-        input_ids[0, 0].item() for items in all_replicas(batch, consumed, num_replicas) for input_ids, _ in items
-    ]
+    seen = [input_ids[0, 0].item() for items in all_replicas(batch, consumed, num_replicas) for input_ids, _ in items]
     crosses = consumed // len(FIRST_IDS) != (consumed + batch.global_batch_size - 1) // len(FIRST_IDS)
     if not crosses:
         assert len(set(seen)) == len(seen) == batch.global_batch_size

@@ -19,10 +19,10 @@ from megastable.planning.preflight.batches import (
     size_is_customary,
 )
 from megastable.planning.preflight.model_and_text import (
+    evaluation_has_text,
     head_dim_suits_the_kernels,
     std_fits_the_depth,
     std_fits_the_width,
-    evaluation_has_text,
     text_holds_a_batch,
     text_is_here,
     vocabulary_suits_the_kernels,

@@ -1,7 +1,7 @@
 """Where documents come from.
 
-To add a source: its section in ``config/data.py``, a function or class in a file beside this one that opens it as a ``DocumentSource``, and
-a line in ``SOURCES``. Nothing else asks of which class a source is.
+To add a source: its section in ``config/data.py``, a function or class in a file beside this one that opens it as a
+``DocumentSource``, and a line in ``SOURCES``. Nothing else asks of which class a source is.
 """
 
 from __future__ import annotations

@@ -121,8 +121,9 @@ def open_text(spec: TextSourceConfig) -> TextFiles:
 def _files_below(root: Path, hidden: bool = False) -> tuple[list[Path], list[Path]]:
     """List the files in a folder, and what looks like a file and is none.
 
-    Hidden files and folders, those of version control and editors, are left out unless ``hidden``. Links to folders are followed, but
-    every folder is read once, under its own name where it is below ``root``: links may lead in circles.
+    Hidden files and folders, those of version control and editors, are left out unless ``hidden``. Links to folders
+    are followed, but every folder is read once, under its own name where it is below ``root``: links may lead in
+    circles.
 
     Raises:
         UserError: a folder cannot be read.

@@ -95,7 +95,7 @@ def test_a_file_that_is_named_and_no_text_is_refused(tmp_path: Path, name: str) 
     for path in (name, "*.*"):
         with pytest.raises(UserError, match=rf"{name} is not UTF-8 text \(byte \d"):
             texts_of(opened(tmp_path / path))
-    with pytest.raises(UserError, match="has no text: .*; left out 1 files that are no UTF-8 text"):
+    with pytest.raises(UserError, match=r"has no text: .*; left out 1 files that are no UTF-8 text"):
         opened(tmp_path)
 
 

@@ -89,7 +89,10 @@ def _verify(meta: TokenStoreMeta, train: TokenArray, validation: TokenArray) -> 
 
     The fingerprint, which every format has, is a hash of the files' own hashes, so that it serves as their checksum.
     """
-    if store_fingerprint(hashlib.sha256(train).digest(), hashlib.sha256(validation).digest()) == meta.fingerprint:
+    if (
+        store_fingerprint(hashlib.sha256(train.data).digest(), hashlib.sha256(validation.data).digest())
+        == meta.fingerprint
+    ):
         return
     for name, tokens in ((TRAIN_FILE, train), (VALIDATION_FILE, validation)):
         outside = np.flatnonzero(tokens >= meta.vocab_size)

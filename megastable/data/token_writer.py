@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megastable.data.progress import note, track
-from megastable.data.text_tokenizers import TextTokenizer
 from megastable.data.token_store import (
     META_FILE,
     TOKENIZER_FOLDER,
@@ -26,6 +25,7 @@ from megastable.data.token_store import (
     store_fingerprint,
     unigram_entropy_nats,
 )
+from megastable.data.tokenizer_interface import TextTokenizer
 
 PROGRESS_FILE = "progress.json"
 

@@ -17,9 +17,10 @@ from megastable.config import BpeTokenizerConfig
 from megastable.core.errors import UserError
 from megastable.data import corpus as corpus_module
 from megastable.data import prepare_corpus, seams, token_writer
-from megastable.data.text_tokenizers import BytesTokenizer, TextTokenizer, TransformersTokenizer, make_tokenizer
+from megastable.data.text_tokenizers import BytesTokenizer, TransformersTokenizer, make_tokenizer
 from megastable.data.token_store import open_token_store
 from megastable.data.token_writer import describe_progress, write_token_store
+from megastable.data.tokenizer_interface import TextTokenizer
 from tests.data.data_examples import text_data, tiny_model, write_documents
 
 LEARNED = ["the cat and the hat, don't 12 345! " * 30, "über  the\n\n cat\t'll "] * 3

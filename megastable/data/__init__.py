@@ -1,6 +1,6 @@
 """From documents to micro-batches: text sources, tokenizers, the token cache, the sample order."""
 
-from megastable.data.corpus import Corpus, prepare_corpus
+from megastable.data.corpus import Corpus, check_serves_run, prepare_corpus
 from megastable.data.dataset import TokenDataset
 from megastable.data.micro_batches import (
     MicroBatch,
@@ -15,6 +15,7 @@ __all__ = [
     "MicroBatch",
     "SampleOrder",
     "TokenDataset",
+    "check_serves_run",
     "evaluation_micro_batches",
     "num_evaluation_micro_batches",
     "prepare_corpus",

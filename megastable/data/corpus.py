@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +15,21 @@ import numpy.typing as npt
 from megastable.config import DataConfig, ModelConfig
 from megastable.core.errors import UserError
 from megastable.data.cache_folder import build_once
-from megastable.data.dataset import TokenDataset
-from megastable.data.progress import note, track
+from megastable.data.dataset import TokenArray, TokenDataset
+from megastable.data.progress import note
 from megastable.data.sample_order import hash64, validation_documents
-from megastable.data.sources import DocumentSource, open_source
+from megastable.data.sources import SOURCES, DocumentSource, open_source
 from megastable.data.text_tokenizers import check_fits_model, make_tokenizer, tokenizer_identity
-from megastable.data.token_store import FORMAT_VERSION, TOKENIZER_FOLDER, open_token_store, write_token_store
+from megastable.data.token_store import (
+    FORMAT_VERSION,
+    TOKENIZER_FOLDER,
+    TRAIN_FILE,
+    VALIDATION_FILE,
+    keeps_carriage_returns,
+    note_that_text_has_no_carriage_return,
+    open_token_store,
+)
+from megastable.data.token_writer import describe_progress, write_token_store
 
 DEFAULT_CACHE_DIR = "~/.cache/megastable"
 BPE_TRAINING_CHARACTERS = 32_000_000
@@ -65,13 +75,15 @@ def prepare_corpus(data: DataConfig, model: ModelConfig, *, show_progress: bool)
         UserError: the documents, the tokenizer or the cache cannot be read, or do not fit the model.
     """
     source = open_source(data.source)
+    for remark in source.remarks():
+        note(f"{source.name}: {remark}", show=show_progress)
     cache_dir = Path(data.cache_dir or DEFAULT_CACHE_DIR).expanduser()
-    folder = cache_dir / "tokens" / _cache_key(data, model, source)
+    folder = _find_folder(cache_dir / "tokens", data, model, source, show_progress)
 
     def build(unfinished: Path) -> None:
         _build(unfinished, data, model, source, show_progress)
 
-    build_once(folder, build, show_progress=show_progress)
+    build_once(folder, build, describe_progress, show_progress=show_progress)
     meta, train, validation = open_token_store(folder)
     # A corpus from the cache may have been tokenised for a larger model.
     check_fits_model(meta.vocab_size, meta.eod_id, model)
@@ -80,9 +92,13 @@ def prepare_corpus(data: DataConfig, model: ModelConfig, *, show_progress: bool)
             f"megastable.data.source: {source.name} has {meta.num_train_tokens:,} training tokens, less than one "
             f"sample of megastable.model.seq_length + 1 = {model.seq_length + 1:,}; add text or shorten the samples"
         )
+
+    def dataset_of(tokens: TokenArray, file: str) -> TokenDataset:
+        return TokenDataset(tokens, model.seq_length, meta.eod_id, meta.vocab_size, str(folder / file))
+
     return Corpus(
-        train=TokenDataset(train, model.seq_length, meta.eod_id),
-        validation=TokenDataset(validation, model.seq_length, meta.eod_id),
+        train=dataset_of(train, TRAIN_FILE),
+        validation=dataset_of(validation, VALIDATION_FILE),
         vocab_size=meta.vocab_size,
         eod_id=meta.eod_id,
         unigram_entropy_nats=meta.unigram_entropy_nats,
@@ -91,7 +107,52 @@ def prepare_corpus(data: DataConfig, model: ModelConfig, *, show_progress: bool)
     )
 
 
-def _cache_key(data: DataConfig, model: ModelConfig, source: DocumentSource) -> str:
+def check_serves_run(corpus: Corpus, data: DataConfig, largest_batch: int, eval_interval: int) -> None:
+    """Refuse a corpus that has less text than a run asks for.
+
+    Args:
+        largest_batch: samples of the largest global batch.
+        eval_interval: steps between two evaluations; 0 means never.
+
+    Raises:
+        UserError: a batch would hold the same sample twice, or there is nothing to evaluate on.
+    """
+    if largest_batch > len(corpus.train):
+        raise UserError(
+            f"megastable.batch_rampup: the largest global batch of {largest_batch:,} samples is larger than the "
+            f"training data, which are {len(corpus.train):,} samples: a step would hold the same samples twice; legal "
+            f"is at most {len(corpus.train):,}, or more text in megastable.data.source"
+        )
+    if eval_interval > 0 and len(corpus.validation) == 0:
+        raise UserError(
+            f"megastable.training.eval_interval: {eval_interval}, but there is no text to evaluate on: none of the "
+            f"documents kept for validation (megastable.data.validation_fraction = {data.validation_fraction:g}) has "
+            "any, and a single document is for training; legal is 0, or more documents in megastable.data.source"
+        )
+
+
+def _find_folder(
+    tokens: Path, data: DataConfig, model: ModelConfig, source: DocumentSource, show_progress: bool
+) -> Path:
+    """Return the folder below ``tokens`` that has the corpus or is to have it.
+
+    Earlier versions read a carriage return as a line feed. A store of theirs is used where the text has none; where it
+    has, its tokens are not those of the text, and another folder gets them.
+    """
+    folder = tokens / _cache_key(data, model, source)
+    if not (SOURCES[data.source.type].once_lost_carriage_returns and folder.is_dir()) or keeps_carriage_returns(folder):
+        return folder
+    with_returns = tokens / _cache_key(data, model, source, carriage_returns="kept")
+    if with_returns.is_dir():
+        return with_returns
+    note(f"Looking through {source.name} for carriage returns, once ...", show=show_progress)
+    if any("\r" in source[index] for index in range(len(source))):
+        return with_returns
+    note_that_text_has_no_carriage_return(folder)
+    return folder
+
+
+def _cache_key(data: DataConfig, model: ModelConfig, source: DocumentSource, **more: str) -> str:
     """Hash everything that decides the tokens; the length of samples does not, they are cut when read.
 
     The key of a corpus may not change between versions: users have corpora under it that took hours to tokenise.
@@ -102,6 +163,7 @@ def _cache_key(data: DataConfig, model: ModelConfig, source: DocumentSource) -> 
         "documents": source.fingerprint(),
         "tokenizer": tokenizer_identity(data.tokenizer, model),
         "validation_fraction": data.validation_fraction,
+        **more,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:CACHE_KEY_DIGITS]
 
@@ -113,8 +175,40 @@ def _build(folder: Path, data: DataConfig, model: ModelConfig, source: DocumentS
     note(f"Preparing the {data.tokenizer.type} tokenizer ...", show=show_progress)
     training_texts = _tokenizer_training_texts(source, np.flatnonzero(~is_validation))
     tokenizer = make_tokenizer(data.tokenizer, model, training_texts)
-    indices = track(range(len(source)), f"Tokenising {len(source):,} documents", len(source), show=show_progress)
-    write_token_store(folder, ((source[index], bool(is_validation[index])) for index in indices), tokenizer)
+    write_token_store(folder, _SplitDocuments(source, is_validation), tokenizer, show_progress=show_progress)
+
+
+class _SplitDocuments(Sequence[tuple[str, bool]]):
+    """The documents of a source, each with whether it is for validation, read when they are asked for."""
+
+    def __init__(self, source: DocumentSource, is_validation: npt.NDArray[np.bool_]) -> None:
+        self._source = source
+        self._is_validation = is_validation
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: Any) -> Any:
+        return _read(self._source, index), bool(self._is_validation[index])
+
+
+def _read(source: DocumentSource, index: int) -> str:
+    """Read a document that every tokenizer can take.
+
+    Raises:
+        UserError: it has half of a surrogate pair, which UTF-8 cannot write; rows of a data set may.
+    """
+    text = source[index]
+    try:
+        # An ASCII text, which Python knows without a look, needs no second copy in memory.
+        if not text.isascii():
+            text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"megastable.data.source: document {index:,} of {source.name} is no Unicode text: it has half of a "
+            f"surrogate pair (character {error.start:,}); mend or remove it"
+        ) from error
+    return text
 
 
 def _tokenizer_training_texts(source: DocumentSource, documents: npt.NDArray[np.int64]) -> Iterator[str]:
@@ -124,6 +218,7 @@ def _tokenizer_training_texts(source: DocumentSource, documents: npt.NDArray[np.
     for index in documents[np.argsort(hash64(documents))]:
         if characters >= BPE_TRAINING_CHARACTERS:
             return
-        text = source[int(index)]
+        # A single document may be larger than the whole budget.
+        text = _read(source, int(index))[: BPE_TRAINING_CHARACTERS - characters]
         characters += len(text)
         yield text

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megastable.core.errors import DamagedDataError
 from megastable.core.labels import IGNORED_LABEL
 
 TokenArray = np.ndarray[tuple[int], np.dtype[np.unsignedinteger[Any]]]
@@ -24,6 +25,10 @@ class TokenDataset:
     tokens: TokenArray = field(repr=False)
     seq_length: int
     eod_id: int
+    vocab_size: int
+    """Of the tokenizer; ids are in ``[0, vocab_size)``."""
+    name: str
+    """What a message calls these tokens: the path of their file."""
 
     def __len__(self) -> int:
         """Count the samples; 0 where there are fewer than two tokens."""
@@ -31,10 +36,18 @@ class TokenDataset:
         return -(-max(0, len(self.tokens) - 1) // self.seq_length)
 
     def __getitem__(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Read the input ids and labels of one sample, each of shape [seq_length]."""
+        """Read the input ids and labels of one sample, each of shape [seq_length].
+
+        Raises:
+            DamagedDataError: an id is outside the vocabulary.
+        """
         valid = self.valid_tokens(index)
         start = index * self.seq_length
         window = self.tokens[start : start + valid + 1].astype(np.int64)  # (valid + 1,)
+        # Compared here, on the host, where it costs microseconds. The model would not notice: an id past the
+        # vocabulary but inside of its padding has a row of the embedding, and one past both reads as zeros.
+        if window.max() >= self.vocab_size:
+            self._refuse(window, start)
         input_ids, labels = self.padding_sample()
         # With the padded inputs after it, the last token may stay as an input: causal attention hides it from
         # every label that counts, and its own label is ignored.
@@ -42,6 +55,14 @@ class TokenDataset:
         input_ids[:kept] = window[:kept]
         labels[:valid] = window[1:]
         return input_ids, labels
+
+    def _refuse(self, window: npt.NDArray[np.int64], start: int) -> None:
+        """Name the first id of ``window`` (tokens from ``start`` on) that is outside the vocabulary."""
+        first = int(np.argmax(window >= self.vocab_size))
+        raise DamagedDataError(
+            f"the tokenised corpus is damaged: {self.name} has the id {window[first]} at token {start + first:,}, "
+            f"outside its vocabulary of {self.vocab_size:,}; delete the folder, and the next start builds it again"
+        )
 
     def valid_tokens(self, index: int) -> int:
         """Count the labels of sample ``index`` that are not ignored, without reading its tokens.

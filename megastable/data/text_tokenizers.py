@@ -7,14 +7,13 @@ tokenizer is saved as a folder that ``transformers.AutoTokenizer.from_pretrained
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from megastable.config import (
     BpeTokenizerConfig,
@@ -23,51 +22,18 @@ from megastable.config import (
     TokenizerConfig,
     TransformersTokenizerConfig,
 )
-from megastable.core.errors import UserError
+from megastable.core.errors import UserError, first_line
+from megastable.data.byte_level import END_OF_TEXT, NUM_BYTES, byte_characters, byte_level, save_tokenizer
+from megastable.data.seams import pieces_between_words
+from megastable.data.tokenizer_interface import TextTokenizer, TokenizerKind
 
-END_OF_TEXT = "<|endoftext|>"
-NUM_BYTES = 256
+SEAM_CONTEXT = 256
+"""Characters on either side of a cut that are encoded to see whether it changes them; tokens depend on fewer."""
+TRAINING_PIECE_CHARACTERS = 1 << 16
+"""The trainer reads 256 texts ahead and takes some hundred bytes for each of their characters."""
 
 # The files that make up a tokenizer. A folder on the hub has a model's weights as well, which are left alone.
 _TOKENIZER_FILE_SUFFIXES = frozenset({".json", ".txt", ".model", ".tiktoken"})
-
-
-class TextTokenizer(Protocol):
-    """Encodes documents. Text that spells a special token stays text: only the data layer ends a document."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Return the size of the vocabulary: ids are in ``[0, vocab_size)``."""
-        ...
-
-    @property
-    def eod_id(self) -> int:
-        """Return the id of the token that ends a document."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int] | npt.NDArray[Any]]:
-        """Encode each text to its ids, without any special token."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write the tokenizer into ``folder``, which exists."""
-        ...
-
-
-class TokenizerKind(Protocol):
-    """Makes the tokenizers of one type, and names them before they are made."""
-
-    def identity(self, spec: Any, model: ModelConfig) -> str:
-        """Return a name that changes whenever the token ids of a text might; it is part of the cache's key."""
-        ...
-
-    def make(self, spec: Any, model: ModelConfig, training_texts: Iterable[str]) -> TextTokenizer:
-        """Load or train the tokenizer; ``training_texts`` are read only if it is trained.
-
-        Raises:
-            UserError: it cannot be loaded, or its vocabulary does not fit the model.
-        """
-        ...
 
 
 class BpeTokenizer:
@@ -83,9 +49,13 @@ class BpeTokenizer:
         """Encode each text to its ids; the package spreads the texts over the cores."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
+    def pieces(self, text: str, characters: int) -> Iterable[str]:
+        """Cut a text between words, which the merges never cross."""
+        return pieces_between_words(text, characters)
+
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json`` and its settings."""
-        _save(self._tokenizer, folder)
+        save_tokenizer(self._tokenizer, folder)
 
 
 class BpeKind:
@@ -109,7 +79,7 @@ class BpeKind:
             )
         # Checked before the training, which takes seconds to minutes. Special tokens come first, so the end is id 0.
         check_fits_model(vocab_size, eod_id=0, model=model)
-        tokenizer = _byte_level(models.BPE())
+        tokenizer = byte_level(models.BPE())
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=[END_OF_TEXT],
@@ -117,7 +87,9 @@ class BpeKind:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        tokenizer.train_from_iterator(training_texts, trainer)
+        # In pieces: for a whole text of 100 MB the trainer takes 8 GB. Cut between words, they have the same words.
+        pieces = (piece for text in training_texts for piece in pieces_between_words(text, TRAINING_PIECE_CHARACTERS))
+        tokenizer.train_from_iterator(pieces, trainer)
         # Encode a special token's spelling as the characters that it is: a document must not end itself.
         tokenizer.encode_special_tokens = True
         return BpeTokenizer(tokenizer)
@@ -137,12 +109,16 @@ class BytesTokenizer:
         """Return the bytes of each text."""
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
 
+    def pieces(self, text: str, characters: int) -> Iterable[str]:
+        """Cut a text anywhere between two characters."""
+        return (text[start : start + characters] for start in range(0, len(text), characters))
+
     def save(self, folder: Path) -> None:
         """Write a BPE without merges that has the same ids."""
-        vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
-        tokenizer = _byte_level(models.BPE(vocab=vocabulary, merges=[]))
+        vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
+        tokenizer = byte_level(models.BPE(vocab=vocabulary, merges=[]))
         tokenizer.add_special_tokens([END_OF_TEXT])
-        _save(tokenizer, folder)
+        save_tokenizer(tokenizer, folder)
 
 
 class BytesKind:
@@ -187,6 +163,19 @@ class TransformersTokenizer:
         ids: list[list[int]] = encoded["input_ids"]
         return ids
 
+    def pieces(self, text: str, characters: int) -> Iterable[str]:
+        """Cut a text between words where that leaves the ids around the cut as they are.
+
+        Some tokenizers put a space before every text that they are given, or normalise its ends.
+        """
+        return pieces_between_words(text, characters, self._is_seam)
+
+    def _is_seam(self, text: str, position: int) -> bool:
+        before = text[max(0, position - SEAM_CONTEXT) : position]
+        after = text[position : position + SEAM_CONTEXT]
+        whole, left, right = self.encode_batch([before + after, before, after])
+        return whole == left + right
+
     def save(self, folder: Path) -> None:
         """Write the package's own files."""
         self._tokenizer.save_pretrained(folder)
@@ -219,9 +208,18 @@ class TransformersKind:
 
         key = "megastable.data.tokenizer.path"
         try:
-            loaded = AutoTokenizer.from_pretrained(str(Path(spec.path).expanduser()))
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise UserError(f"{key}: transformers finds no tokenizer in {spec.path}: {error}") from error
+            # False, and not left out: then transformers asks on the terminal whether to run a folder's own code.
+            loaded = AutoTokenizer.from_pretrained(str(Path(spec.path).expanduser()), trust_remote_code=False)
+        except Exception as error:
+            # Broken files raise errors of many types, tokenizers even plain ones.
+            why = f"transformers finds no tokenizer in {spec.path}: {first_line(error)}"
+            if "trust_remote_code" in str(error):
+                why = (
+                    f"the tokenizer in {spec.path} has code of its own, which is not run; legal are tokenizers without"
+                )
+            raise UserError(f"{key}: {why}") from error
+        if not loaded.get_vocab():
+            raise UserError(f"{key}: the tokenizer in {spec.path} has no tokens")
         if loaded.eos_token_id is None:
             raise UserError(
                 f"{key}: the tokenizer in {spec.path} has no end-of-sequence token, which is needed to end documents; "
@@ -266,28 +264,3 @@ def check_fits_model(vocab_size: int, eod_id: int, model: ModelConfig) -> None:
             f"megastable.model.vocab_size: {model.vocab_size} is too small for the tokenizer, which has {vocab_size} "
             f"tokens (end-of-document id {eod_id}); legal is {needed} or more"
         )
-
-
-def _byte_level(model: models.BPE) -> Tokenizer:
-    """Make a tokenizer that writes every byte as a printable character and loses nothing, spaces included."""
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def _byte_characters() -> list[str]:
-    """List the printable character by which byte-level tokenizers write each byte (GPT-2's table)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(NUM_BYTES) if byte not in printable]
-    # A printable byte stands for itself. The others, in order, get the characters from 256 on.
-    code_points = {byte: byte for byte in printable}
-    code_points |= {byte: NUM_BYTES + index for index, byte in enumerate(others)}
-    return [chr(code_points[byte]) for byte in range(NUM_BYTES)]
-
-
-def _save(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write a tokenizer of the ``tokenizers`` package so that ``transformers`` opens it with the same end token."""
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")

@@ -21,7 +21,7 @@ import torch
 import torch.distributed
 from deepspeed.accelerator import get_accelerator
 
-from megastable.core.errors import RunStoppedError, UserError
+from megastable.core.errors import DamagedDataError, RunStoppedError, UserError
 from megastable.core.host import cpu_mask, threads_per_process
 from megastable.core.launch import Launch
 from megastable.core.layout import ParallelLayout
@@ -204,7 +204,8 @@ def _failure(error: Exception, rank: int, layout: ParallelLayout, peers: list[Pe
         if not isinstance(error, RuntimeError):
             break  # an error of this rank's own
         time.sleep(0.02)
-    trace = "".join(traceback.format_exception(error))
+    # The place in the code says nothing about a damaged file.
+    trace = "" if isinstance(error, DamagedDataError) else "".join(traceback.format_exception(error))
     what = "failed"
     if isinstance(error, torch.distributed.DistError):
         what = "lost its peers, perhaps on another node"

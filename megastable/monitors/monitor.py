@@ -67,6 +67,8 @@ class Seen:
     learning_rate: float
     """What the optimizer was given; a skipped step did not use it."""
     result: StepResult
+    samples_per_epoch: int | None = None
+    """Number of training samples; None where a caller does not know the data."""
 
     def event(self, kind: str, text: str, **data: Any) -> Event:
         """Make an event of this step."""

@@ -9,10 +9,11 @@ from megastable.core.errors import UserError
 from megastable.core.records import Event
 from megastable.monitors.monitor import Monitor, PlannedRun, Seen
 from megastable.monitors.numbers import FirstLoss, Headroom, LossVolatility, SkippedSteps
-from megastable.monitors.work_split import RampSteps, StageBalance
+from megastable.monitors.work_split import Epochs, RampSteps, StageBalance
 
 MONITORS: dict[str, type[Monitor]] = {
     "first_loss": FirstLoss,
+    "epochs": Epochs,
     "ramp_steps": RampSteps,
     "skipped_steps": SkippedSteps,
     "headroom": Headroom,

@@ -1,8 +1,11 @@
-"""Monitors of how a step's work is split: over micro-batches by the batch ramp, and over the stages of the pipeline."""
+"""Monitors of how the work is split.
+
+The samples are split over epochs and steps, a step over micro-batches by the batch ramp, the layers over the stages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megastable.core.partition import imbalance
@@ -49,6 +52,39 @@ class RampSteps(Monitor):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from the last batch, so that a ramp step right after a resume is an event as well."""
         self._last = state["last"]
+
+
+class Epochs(Monitor):
+    """Measures how often the training samples were read, and reports where an epoch ends.
+
+    It remembers nothing: the epoch follows from the samples consumed.
+    """
+
+    metric_names = ("epoch",)
+
+    def __init__(self, plan: PlannedRun) -> None:
+        super().__init__(plan)
+        self._epoch: float | None = None
+
+    def observe(self, seen: Seen) -> Iterator[Event]:
+        """Yield an event at the step that reads the last sample of an epoch."""
+        samples = seen.samples_per_epoch
+        if samples is None:
+            return
+        consumed = seen.state.consumed_samples
+        self._epoch = consumed / samples
+        completed, of_next = divmod(consumed, samples)
+        if completed == (consumed - seen.batch.global_batch_size) // samples:
+            return
+        text = f"epoch {completed} is complete: each of the {samples:,} training samples was read {completed} times"
+        if of_next:
+            # The order is another in every epoch, so that these may be among the step's first samples as well.
+            text += f"; the last {of_next:,} of this step are of epoch {completed + 1}"
+        yield seen.event("epoch", text, completed=completed, samples_of_next=of_next)
+
+    def values(self) -> Mapping[str, float]:
+        """Return the epochs read so far, such as 1.25."""
+        return {} if self._epoch is None else {"epoch": self._epoch}
 
 
 class StageBalance(Monitor):

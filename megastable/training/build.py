@@ -10,7 +10,7 @@ from megastable.core.checkpoint_folder import Manifest, read_manifest
 from megastable.core.errors import UserError
 from megastable.core.launch import Launch
 from megastable.core.records import TrainingState
-from megastable.data import Corpus, prepare_corpus
+from megastable.data import Corpus, check_serves_run, prepare_corpus
 from megastable.engine.checkpoint import load_checkpoint, save_checkpoint
 from megastable.engine.device import allow_fp16_on_cpu, check_compiler, check_fp16_support
 from megastable.engine.hostfile import check_hostfile
@@ -56,9 +56,10 @@ def train(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | N
 
 
 def _open_corpus(plan: RunPlan, launch: Launch, checkpoint: Path | None) -> Corpus:
-    """Tokenise the corpus or find it in the cache, and check it against the checkpoint."""
+    """Tokenise the corpus or find it in the cache, and check it against the run and the checkpoint."""
     settings = plan.run.megastable
     corpus = prepare_corpus(settings.data, settings.model, show_progress=launch.rank == 0)
+    check_serves_run(corpus, settings.data, plan.phases[-1].batch.global_batch_size, settings.training.eval_interval)
     if checkpoint is not None:
         check_same_corpus(read_manifest(checkpoint), corpus)
     return corpus

@@ -60,7 +60,7 @@ def train_steps(
         state = state.advance(batch, result, settings.model.seq_length)
 
         # All that decides from here on is the same on every rank: they stop, evaluate and save together or not at all.
-        seen = Seen(state, batch, learning_rate, result)
+        seen = Seen(state, batch, learning_rate, result, len(corpus.train))
         events = monitors.observe(seen)
         consistency_seconds = None
         if _is_due(plan, state.step, settings.monitors.consistency_interval):

@@ -75,7 +75,7 @@ def test_a_source_that_may_download_is_left_alone_by_a_check(tmp_path: Path) -> 
 def test_the_check_reviews_a_run_on_it(tmp_path: Path) -> None:
     assert findings_about_text(run_file(tmp_path, num_documents=100_000)) == []
     (short,) = findings_about_text(run_file(tmp_path, num_documents=10))
-    assert "training tokens are less than one step" in short.message
+    assert "training tokens are less than the 3,970 of one step" in short.message
     (missing,) = findings_about_text(run_file(tmp_path, num_documents=0))
     assert "0 documents are no text" in missing.message
 

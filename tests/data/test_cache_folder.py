@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from megastable.core.errors import UserError
-from megastable.data import prepare_corpus
+from megastable.data import cache_folder, prepare_corpus
 from megastable.data.cache_folder import build_once
 from tests.data.data_examples import text_data, tiny_model, write_documents
 
@@ -111,26 +112,30 @@ def test_a_killed_builder_leaves_nothing_half_built_and_the_next_in_line_builds(
     assert fingerprint == fresh.fingerprint
 
 
-def test_what_a_killed_builder_left_is_not_built_upon(tmp_path: Path) -> None:
-    (tmp_path / "target.building").mkdir()
-    (tmp_path / "target.building/stale").touch()
-    build_once(tmp_path / "target", lambda folder: (folder / "new").touch(), show_progress=False)
-    assert [entry.name for entry in (tmp_path / "target").iterdir()] == ["new"]
-
-
-def test_a_failing_build_leaves_nothing_and_the_next_one_can_build(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device"), MemoryError()])
+def test_a_build_that_was_interrupted_is_gone_on_from(tmp_path: Path, error: BaseException) -> None:
     target = tmp_path / "target"
 
     def fail(folder: Path) -> None:
         (folder / "half").touch()
-        raise KeyboardInterrupt
+        raise error
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises((UserError, KeyboardInterrupt, MemoryError)):
         build_once(target, fail, show_progress=False)
     assert not target.exists()
+    build_once(target, lambda folder: (folder / "rest").touch(), show_progress=False)
+    assert sorted(entry.name for entry in target.iterdir()) == ["half", "rest"]
     assert not (tmp_path / "target.building").exists()
-    build_once(target, lambda folder: (folder / "whole").touch(), show_progress=False)
-    assert (target / "whole").exists()
+
+
+def test_a_build_of_documents_that_cannot_be_read_leaves_nothing(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        (folder / "half").touch()
+        raise UserError("a document")
+
+    with pytest.raises(UserError, match="a document"):
+        build_once(tmp_path / "target", fail, show_progress=False)
+    assert [entry.name for entry in tmp_path.iterdir() if entry.is_dir()] == []
 
 
 def test_what_is_there_is_not_built_again(tmp_path: Path) -> None:
@@ -145,3 +150,27 @@ def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     target = tmp_path / "file/tokens/target"
     with pytest.raises(UserError, match=rf"megastable\.data\.cache_dir: {target.parent} cannot be written"):
         build_once(target, lambda folder: None, show_progress=False)
+
+
+def test_a_process_that_waits_says_how_far_the_other_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cache_folder, "REPORT_SECONDS", 0.02)
+    target = tmp_path / "target"
+    other = FileLock(f"{target}.lock")
+    other.acquire()
+    reports = iter(["3 of 9 documents", ""])
+
+    def describe(unfinished: Path) -> str:
+        assert unfinished == tmp_path / "target.building"
+        report = next(reports)
+        if not report:
+            other.release()
+        return report
+
+    build_once(target, lambda folder: None, describe, show_progress=True)
+    assert capsys.readouterr().err.splitlines() == [
+        "Waiting for another process that is preparing the same corpus ...",
+        "Still waiting for it: 3 of 9 documents",
+        "Still waiting for it",
+    ]

@@ -115,8 +115,8 @@ def test_a_cached_tokenizer_is_checked_against_the_model(documents: Path, tmp_pa
 
 
 def test_an_undecodable_file_leaves_nothing_in_the_cache(documents: Path, tmp_path: Path) -> None:
-    (documents / "zz.bin").write_bytes(b"\xff\xff")
-    with pytest.raises(UserError, match=r"zz\.bin is not UTF-8"):
+    (documents / "zz.txt").write_bytes(b"o" * 9000 + b"\xff\xff")
+    with pytest.raises(UserError, match=r"zz\.txt is not UTF-8"):
         prepared(documents, tmp_path / "cache")
     assert [entry for entry in (tmp_path / "cache/tokens").iterdir() if entry.is_dir()] == []
 

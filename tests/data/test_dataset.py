@@ -12,7 +12,7 @@ EOD = 999
 
 
 def dataset_of(num_tokens: int, seq_length: int) -> TokenDataset:
-    return TokenDataset(np.arange(num_tokens, dtype=np.uint16), seq_length, EOD)
+    return TokenDataset(np.arange(num_tokens, dtype=np.uint16), seq_length, EOD, vocab_size=10_000, name="tokens")
 
 
 @given(num_tokens=st.integers(0, 200), seq_length=st.integers(1, 20))

@@ -86,10 +86,11 @@ def test_a_path_without_text(tmp_path: Path, path: str, message: str) -> None:
 
 def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
     write_documents(tmp_path, {"a.txt": "fine"})
-    (tmp_path / "b.bin").write_bytes(b"ok\xff\xfe")
+    # Past the first bytes, by which a folder's files are told from binaries.
+    (tmp_path / "b.txt").write_bytes(b"o" * 9000 + b"\xff\xfe")
     source = opened(type="text", path=str(tmp_path))
     assert source[0] == "fine"
-    with pytest.raises(UserError, match=r"b\.bin is not UTF-8 text \(byte 2\)"):
+    with pytest.raises(UserError, match=r"b\.txt is not UTF-8 text \(byte 9,000\)"):
         source[1]
 
 

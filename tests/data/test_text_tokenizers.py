@@ -16,14 +16,14 @@ from megastable.config import BpeTokenizerConfig, TokenizerConfig
 from megastable.config.data import TokenizerSection
 from megastable.config.section import kinds_of, tag_of
 from megastable.core.errors import UserError
+from megastable.data.byte_level import END_OF_TEXT
 from megastable.data.text_tokenizers import (
-    END_OF_TEXT,
     TOKENIZERS,
     BytesTokenizer,
-    TextTokenizer,
     make_tokenizer,
     tokenizer_identity,
 )
+from megastable.data.tokenizer_interface import TextTokenizer
 from tests.data.data_examples import tiny_model
 
 TEXTS = ["the cat and the hat and the bat " * 20, "def the(cat):\n    return 'ähm \N{SNAKE}'\n" * 20]

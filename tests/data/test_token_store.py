@@ -9,7 +9,8 @@ import pytest
 
 from megastable.core.errors import UserError
 from megastable.data.text_tokenizers import BytesTokenizer
-from megastable.data.token_store import open_token_store, unigram_entropy_nats, write_token_store
+from megastable.data.token_store import open_token_store, unigram_entropy_nats
+from megastable.data.token_writer import write_token_store
 
 EOD = BytesTokenizer.eod_id
 
@@ -23,6 +24,9 @@ class WideTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [[ord(character) % self.vocab_size for character in text] for text in texts]
+
+    def pieces(self, text: str, characters: int) -> list[str]:
+        return [text]
 
     def save(self, folder: Path) -> None:
         (folder / "tokenizer.json").touch()

@@ -32,7 +32,7 @@ def evaluations() -> dict[str, float]:
         )
         plan, engine = build_engine(run)
         train(plan, engine, NUM_STEPS)
-        dataset = TokenDataset(TOKENS, run.megastable.model.seq_length, eod_id=0)
+        dataset = TokenDataset(TOKENS, run.megastable.model.seq_length, eod_id=0, vocab_size=300, name="tokens")
         sizes = (MICRO_BATCH_SIZE, MOST_SAMPLES)
         replicas = plan.layout.data_parallel_size
         data = evaluation_micro_batches(dataset, *sizes, engine.replica, replicas)
@@ -45,7 +45,7 @@ def evaluations() -> dict[str, float]:
 def test_an_evaluation_equals_one_process() -> None:
     run = tiny_run(**RUN)
     model = train_reference(run, NUM_STEPS)[1].eval()
-    dataset = TokenDataset(TOKENS, run.megastable.model.seq_length, eod_id=0)
+    dataset = TokenDataset(TOKENS, run.megastable.model.seq_length, eod_id=0, vocab_size=300, name="tokens")
     samples = [dataset[index] for index in range(13)]
     inputs, labels = (torch.from_numpy(np.stack(part)) for part in zip(*samples, strict=True))
     with torch.no_grad():

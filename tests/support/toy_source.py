@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 from unittest import mock
 
@@ -45,6 +45,9 @@ class CountingDocuments:
         if not self._spec.size_is_known:
             return None
         return sum(len(self[index].encode()) for index in range(len(self)))
+
+    def remarks(self) -> Sequence[str]:
+        return ()
 
     def fingerprint(self) -> str:
         return hashlib.sha256(str(self._spec.num_documents).encode()).hexdigest()

@@ -35,6 +35,9 @@ class LengthsTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [[min(len(word), self.vocab_size - 1) for word in text.split()] for text in texts]
 
+    def pieces(self, text: str, characters: int) -> list[str]:
+        return [text]
+
     def save(self, folder: Path) -> None:
         (folder / "tokenizer.json").write_text("{}")
 

@@ -141,13 +141,15 @@ def text_holds_a_batch(review: Review) -> Iterator[Finding]:
         return
     largest = review.plan.phases[-1].batch.global_batch_size
     training_share = 1 - data.validation_fraction
-    # A byte-level tokenizer makes at most a token of every byte, and one more at the end of a document.
-    most_tokens = training_share * (text.num_bytes + text.num_documents)
+    # A byte-level tokenizer makes at most a token of every byte, and one more at the end of a document. Documents are
+    # kept for validation whole, and those may be the shortest, so that nearly all bytes may be for training.
+    most_tokens = text.num_bytes + text.num_documents
     in_bytes = isinstance(data.tokenizer, BytesTokenizerConfig)
-    likely_tokens = most_tokens
+    likely_tokens = training_share * most_tokens
     if not in_bytes:
         likely_tokens = training_share * (text.num_bytes / BYTES_PER_TOKEN)
-    needed = largest * review.model.seq_length
+    # As a launch counts: the last sample of a batch needs a single label, but there has to be one whole sample.
+    needed = max((largest - 1) * review.model.seq_length + 2, review.model.seq_length + 1)
     if likely_tokens >= needed:
         return
     # Too few even at a token a byte is certain; the usual bytes of a token only make it likely.
@@ -158,14 +160,28 @@ def text_holds_a_batch(review: Review) -> Iterator[Finding]:
         level = "warning"
         estimate = f"from {text.num_bytes:,} bytes, {BYTES_PER_TOKEN} a token"
         amount = f"an estimated {likely_tokens:,.0f} training tokens ({estimate})"
-    fitting = math.floor(likely_tokens / review.model.seq_length)
+    fitting = math.floor(likely_tokens / review.model.seq_length)  # samples
     instead = "more text, or a shorter sample"
     if fitting:
         instead = f"more text, or a largest global batch of at most {fitting:,}"
     yield Finding(
         level,
         "megastable.data.source",
-        f"{amount} are less than one step of {largest:,} x {review.model.seq_length:,} = {needed:,}: a batch would "
-        "hold the same samples twice",
+        f"{amount} are less than the {needed:,} of one step of {largest:,} x {review.model.seq_length:,}: a batch "
+        "would hold the same samples twice",
         instead,
+    )
+
+
+def evaluation_has_text(review: Review) -> Iterator[Finding]:
+    """Find an evaluation on a text of one document, which is for training."""
+    text = review.text
+    interval = review.run.megastable.training.eval_interval
+    if text is None or text.fault or interval == 0 or text.num_documents > 1:
+        return
+    yield Finding(
+        "error",
+        "megastable.training.eval_interval",
+        f"{interval}, but the text is a single document, which is for training: there is nothing to evaluate on",
+        '"eval_interval": 0, or more documents',
     )

@@ -19,6 +19,7 @@ from megastable.planning.preflight.batches import (
     size_is_customary,
 )
 from megastable.planning.preflight.model_and_text import (
+    evaluation_has_text,
     head_dim_suits_the_kernels,
     std_fits_the_depth,
     std_fits_the_width,
@@ -84,6 +85,7 @@ RULES: tuple[Rule, ...] = (
     seed_was_chosen,
     text_is_here,
     text_holds_a_batch,
+    evaluation_has_text,
 )
 """To add a rule: a function of a ``Review``, a line here, and a case that fires it and one that just does not."""
 

@@ -316,3 +316,31 @@ def test_monitors_need_no_torch() -> None:
         [sys.executable, "-c", script], cwd=repository, capture_output=True, text=True, timeout=60
     )
     assert finished.returncode == 0, finished.stderr
+
+
+@quick
+@given(samples=st.integers(1, 50), sizes=st.lists(st.integers(1, 60), min_size=1, max_size=30))
+def test_the_end_of_every_epoch_is_an_event_and_the_epoch_a_metric(samples: int, sizes: list[int]) -> None:
+    monitors = monitors_of()
+    state = TrainingState()
+    completed = 0
+    for size in sizes:
+        result = StepResult(loss=5.7, grad_norm=1.0, loss_scale=1.0, skipped=False, step_seconds=1.0)
+        state = state.advance(Batch(size, 1, size), result, 16)
+        epochs = [
+            event
+            for event in monitors.observe(Seen(state, Batch(size, 1, size), LEARNING_RATE, result, samples))
+            if event.kind == "epoch"
+        ]
+        assert monitors.values()["epoch"] == state.consumed_samples / samples
+        now = state.consumed_samples // samples
+        assert len(epochs) == (now > completed)
+        for event in epochs:
+            assert event.data == {"completed": now, "samples_of_next": state.consumed_samples % samples}
+        completed = now
+
+
+def test_where_the_data_are_not_known_there_is_no_epoch() -> None:
+    monitors = monitors_of()
+    assert "epoch" not in kinds(monitors.observe(seen(1)))
+    assert "epoch" not in monitors.values()

@@ -72,7 +72,7 @@ def bytes_of_text(num_bytes: int, fault: str = "") -> LocalText:
 
 IN_BYTES = (f'{M}.data.tokenizer={{"type": "bytes"}}', f"{M}.data.validation_fraction=0")
 ALL_TEXT = (f"{M}.data.validation_fraction=0",)
-TOKENS_A_STEP = 512 * 1024
+TOKENS_A_STEP = 511 * 1024 + 2  # the last sample needs one label
 
 CASES = (
     Case(
@@ -407,6 +407,24 @@ CASES = (
         level="error",
         text=bytes_of_text(TOKENS_A_STEP // 2),
         silent_text=bytes_of_text(0, fault="data does not exist"),
+    ),
+    Case(
+        "evaluation_has_text",
+        (f"{M}.training.eval_interval=100",),
+        f"{M}.training.eval_interval",
+        (),
+        level="error",
+        text=bytes_of_text(10**10),
+        silent_text=bytes_of_text(10**10),
+    ),
+    Case(
+        "evaluation_has_text",
+        (f"{M}.training.eval_interval=100",),
+        f"{M}.training.eval_interval",
+        (f"{M}.training.eval_interval=100",),
+        level="error",
+        text=bytes_of_text(10**10),
+        silent_text=LocalText(num_documents=2, num_bytes=10**10),
     ),
     Case(  # half of the text is not for training
         "text_holds_a_batch",

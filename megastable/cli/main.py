@@ -248,5 +248,5 @@ def _exit_code() -> int | str | None:
 def _refusal(error: OSError) -> str:
     reason = error.strerror or str(error)
     if error.filename is None:
-        return shown(reason)
+        return f"the output cannot be written: {reason}"
     return shown(f"{error.filename}: {reason}")

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from megastable.config import DataConfig, ModelConfig
 from megastable.core.errors import UserError
+from megastable.core.user_paths import expanded
 from megastable.data.cache_folder import build_once
 from megastable.data.dataset import TokenDataset
 from megastable.data.progress import note, track
@@ -65,7 +66,7 @@ def prepare_corpus(data: DataConfig, model: ModelConfig, *, show_progress: bool)
         UserError: the documents, the tokenizer or the cache cannot be read, or do not fit the model.
     """
     source = open_source(data.source)
-    cache_dir = Path(data.cache_dir or DEFAULT_CACHE_DIR).expanduser()
+    cache_dir = expanded(data.cache_dir or DEFAULT_CACHE_DIR)
     folder = cache_dir / "tokens" / _cache_key(data, model, source)
 
     def build(unfinished: Path) -> None:

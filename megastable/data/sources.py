@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from megastable.config import HfSourceConfig, SourceConfig, StdlibSourceConfig, TextSourceConfig
 from megastable.core.errors import UserError
+from megastable.core.user_paths import expanded
 
 NOT_LIBRARY_CODE = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"})
 """Folders under the standard library that hold other packages, tests, or what some distributions leave out."""
@@ -115,7 +116,7 @@ def _open_stdlib(_: StdlibSourceConfig) -> TextFiles:
 
 def _open_text(spec: TextSourceConfig) -> TextFiles:
     """Open a file, a folder with all its subfolders, or what a glob matches."""
-    path = Path(spec.path).expanduser()
+    path = expanded(spec.path)
     # What exists is meant by its own name, even where the name has a bracket or star in it.
     if path.is_file():
         return TextFiles(path.parent, [path], name=spec.path)
@@ -183,7 +184,7 @@ def _load_hf(spec: HfSourceConfig) -> Any:
     from datasets import DatasetDict, load_dataset, load_from_disk
     from datasets.exceptions import DatasetsError
 
-    path = Path(spec.path).expanduser()
+    path = expanded(spec.path)
     try:
         # save_to_disk leaves one of these files; anything else is for load_dataset, be it a folder or a name.
         if not any((path / mark).is_file() for mark in ("state.json", "dataset_dict.json")):

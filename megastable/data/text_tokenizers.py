@@ -24,6 +24,7 @@ from megastable.config import (
     TransformersTokenizerConfig,
 )
 from megastable.core.errors import UserError
+from megastable.core.user_paths import expanded
 
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
@@ -198,7 +199,7 @@ class TransformersKind:
     def identity(self, spec: TransformersTokenizerConfig, model: ModelConfig) -> str:
         """Hash the name, and the content of a folder's tokenizer files."""
         digest = hashlib.sha256(spec.path.encode())
-        folder = Path(spec.path).expanduser()
+        folder = expanded(spec.path)
         # A name on the hub is trusted to stay the same tokenizer: to ask would take a connection at every start.
         files = folder.iterdir() if folder.is_dir() else []
         # Sorted, because a file system lists them in any order.
@@ -219,7 +220,7 @@ class TransformersKind:
 
         key = "megastable.data.tokenizer.path"
         try:
-            loaded = AutoTokenizer.from_pretrained(str(Path(spec.path).expanduser()))
+            loaded = AutoTokenizer.from_pretrained(str(expanded(spec.path)))
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise UserError(f"{key}: transformers finds no tokenizer in {spec.path}: {error}") from error
         if loaded.eos_token_id is None:

@@ -24,12 +24,10 @@ import os
 import statistics
 from collections import Counter
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from small_runs import build_engine
 
 from megastable.config import RunConfig, run_from_dict
@@ -196,6 +194,10 @@ def print_table(runs: list[Run], settings: dict[str, Any]) -> None:
 
 def draw(settings: dict[str, Any], runs: list[Run], output: Path) -> None:
     """Draw curves of every hidden size and learning rate that has most seeds; below, the final losses of all runs."""
+    # Here and not above, so that --help needs no matplotlib.
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
     seeds = Counter((run["hidden"], run["lr"]) for run in runs)
     pairs = sorted(pair for pair, count in seeds.items() if count == max(seeds.values()))
     widths = sorted({run["hidden"] for run in runs})
@@ -228,7 +230,7 @@ def draw(settings: dict[str, Any], runs: list[Run], output: Path) -> None:
     figure.savefig(output, dpi=80)
 
 
-def draw_curves(axes: Axes, runs: list[Run], settings: dict[str, Any], key: str) -> None:
+def draw_curves(axes: Any, runs: list[Run], settings: dict[str, Any], key: str) -> None:
     """Draw the mean and range over the seeds for each std, a cross at an untrained end and triangles at spikes."""
     for name, color in COLORS.items():
         of_init = [run for run in runs if run["init"] == name]
@@ -252,7 +254,7 @@ def draw_curves(axes: Axes, runs: list[Run], settings: dict[str, Any], key: str)
     axes.set_xlabel("step (dashed: end of the warmup)")
 
 
-def draw_final_losses(axes: Axes, runs: list[Run]) -> None:
+def draw_final_losses(axes: Any, runs: list[Run]) -> None:
     """Draw the final loss over the learning rate: a dot a run, a line through those of one seed."""
     for name, color in COLORS.items():
         for number_of_line, seed in enumerate(sorted({run["seed"] for run in runs})):
@@ -282,6 +284,8 @@ def main() -> None:
     )
     parser.add_argument("--cache-dir", help="folder for the tokenised text (~/.cache/megastable)")
     arguments = parser.parse_args()
+    if find_spec("matplotlib") is None:
+        parser.error("the picture needs matplotlib: pip install 'megastable[plot]'")
     settings = {key: getattr(arguments, key) for key in ("layers", "seq_length", "batch", "steps", "warmup_steps")}
     settings, runs = read_results(arguments.output, settings)
     run_all(arguments, settings, runs)

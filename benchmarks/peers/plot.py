@@ -6,13 +6,15 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 from report import LIMIT, OWN, by_batch, candidates, ideal_seconds, share_of_limit
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draw a line a candidate through its medians, and a band from least to most."""
+    # Here and not above: the measurement and its --help need no matplotlib, only a picture does.
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
+
     groups = by_batch(result["rows"])
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()

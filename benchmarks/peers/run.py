@@ -26,6 +26,7 @@ import sys
 import time
 from datetime import UTC, datetime
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,10 @@ def read_settings(arguments: argparse.Namespace) -> tuple[Settings, list[int], l
     names = list(PEERS) if arguments.only is None else arguments.only.split(",")
     unknown = [name for name in names if name not in PEERS]
     problems = [
+        (
+            arguments.json is not None and find_spec("matplotlib") is None,
+            "--json draws a picture, too, which needs matplotlib: pip install 'megastable[plot]'",
+        ),
         (arguments.rounds < 1, f"--rounds {arguments.rounds}: at least 1"),
         (arguments.layers < 2 * NUM_STAGES, f"--layers {arguments.layers}: at least {2 * NUM_STAGES}, for torch ZBV"),
         (arguments.micro_batch_size < 1, f"--micro-batch-size {arguments.micro_batch_size}: at least 1"),

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megastable.cli.tables import as_json
+from megastable.core.errors import shown
 from megastable.planning.preflight.review import LEVELS, Finding
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -23,11 +24,11 @@ def print_findings(findings: Sequence[Finding], name: str, json_wanted: bool) ->
     # Soft wrapping leaves a long message on one line, so that the output can be searched line by line.
     console = Console(highlight=False, soft_wrap=True)
     for finding in findings:
-        console.print(Text.assemble((finding.level, STYLES[finding.level]), " ", (finding.key, "bold")))
+        console.print(Text.assemble((finding.level, STYLES[finding.level]), " ", (shown(finding.key), "bold")))
         # As Text: a message may hold [brackets], which a plain string would turn into markup.
-        console.print(Text(f"  {finding.message}"))
-        console.print(Text(f"  instead: {finding.suggestion}"))
-    console.print(Text(f"{name}: {summary(findings)}"))
+        console.print(Text(f"  {shown(finding.message)}"))
+        console.print(Text(f"  instead: {shown(finding.suggestion)}"))
+    console.print(Text(f"{shown(name)}: {summary(findings)}"))
 
 
 def summary(findings: Sequence[Finding]) -> str:

@@ -10,12 +10,14 @@ from typing import Annotated
 import typer
 
 from megastable.cli.check import print_findings
+from megastable.cli.output import finish_output, prepare_output
 from megastable.cli.pictures import plot_run
 from megastable.cli.plan import PlanRequest, print_forecast, print_layouts
 from megastable.cli.watch import watch_run
 from megastable.config import json_schema
+from megastable.config.limits import MOST_PROCESSES
 from megastable.core.devices import DEVICES
-from megastable.core.errors import UserError
+from megastable.core.errors import UserError, shown
 from megastable.planning.data_sheet_cost import DEFAULT_EFFICIENCY
 from megastable.planning.preflight.preflight import preflight
 from megastable.training.host import installed_gpus, look_at_text
@@ -44,7 +46,18 @@ def plot(
 ) -> None:
     """Draw loss, global batch and TFLOPs of a run over its samples."""
     plot_run(run_dir, output)
-    print(f"wrote {output}")
+    print(f"wrote {shown(str(output))}")
+
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="override a key of the file by its path, e.g. megastable.training.total_steps=10; repeatable",
+    ),
+]
+"""The option of the launch, with its words."""
 
 
 @app.command()
@@ -52,8 +65,13 @@ def check(
     config: Annotated[Path, typer.Argument(help="a run file, e.g. ds_configs/quickstart.json")],
     world_size: Annotated[
         int | None,
-        typer.Option(min=1, help="processes of the launch; default: megastable.training.world_size, else one replica"),
+        typer.Option(
+            min=1,
+            max=MOST_PROCESSES,
+            help="processes of the launch; default: megastable.training.world_size, else one replica",
+        ),
     ] = None,
+    overrides: Overrides = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="print a list of objects: level, key, message, suggestion")
     ] = False,
@@ -77,7 +95,7 @@ def check(
 
     Exit code 1 with errors, 0 without, 2 where the file cannot be read.
     """
-    findings = preflight(config, world_size, installed_gpus(), look_at_text)
+    findings = preflight(config, world_size, installed_gpus(), look_at_text, overrides or [])
     print_findings(findings, str(config), as_json)
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(1)
@@ -87,14 +105,20 @@ def check(
 PlannedFile = Annotated[Path, typer.Argument(help="a run file, e.g. ds_configs/bloom_176b.json")]
 Devices = Annotated[
     int | None,
-    typer.Option(min=1, help="devices of the launch; default: megastable.training.world_size, else one replica"),
+    typer.Option(
+        min=1,
+        max=MOST_PROCESSES,
+        help="devices of the launch; default: megastable.training.world_size, else one replica",
+    ),
 ]
 DeviceName = Annotated[
     str | None,
     typer.Option(help=f"{', '.join(DEVICES)}, or cpu: this one, measured for ten seconds; without it no times"),
 ]
-PeakTflops = Annotated[float | None, typer.Option(min=0.000001, help="peak of a device that is not in the table")]
-MemoryGib = Annotated[float | None, typer.Option(min=0.001, help="its memory")]
+PeakTflops = Annotated[
+    float | None, typer.Option(min=0.000001, max=1e9, help="peak of a device that is not in the table")
+]
+MemoryGib = Annotated[float | None, typer.Option(min=0.001, max=1e9, help="its memory")]
 Efficiency = Annotated[
     float | None,
     typer.Option(
@@ -118,6 +142,7 @@ PlanAsJson = Annotated[bool, typer.Option("--json", help="print one object inste
 @app.command()
 def plan(
     config: PlannedFile,
+    overrides: Overrides = None,
     devices: Devices = None,
     device: DeviceName = None,
     peak_tflops: PeakTflops = None,
@@ -165,7 +190,9 @@ def plan(
 
     Exit code 0, also where it does not fit; 2 where the file is refused.
     """
-    request = PlanRequest(config, devices, device, peak_tflops, memory_gib, efficiency, calibration, save_calibration)
+    request = PlanRequest(
+        config, overrides or [], devices, device, peak_tflops, memory_gib, efficiency, calibration, save_calibration
+    )
     if search:
         print_layouts(request, as_json)
     else:
@@ -175,7 +202,7 @@ def plan(
 @app.command()
 def watch(
     run_dir: Annotated[Path, typer.Argument(help="a run folder, e.g. runs/quickstart")],
-    refresh: Annotated[float, typer.Option(min=0.1, help="seconds between two looks at the files")] = 1.0,
+    refresh: Annotated[float, typer.Option(min=0.1, max=86_400, help="seconds between two looks at the files")] = 1.0,
     once: Annotated[
         bool, typer.Option("--once", help="print one frame and exit, as is done where the output is no terminal")
     ] = False,
@@ -201,8 +228,26 @@ def watch(
 
 def main() -> None:
     """Run the command as the console script does; a user's mistake ends with one message and exit code 2."""
+    prepare_output()
+    code = _exit_code()
+    sys.exit(finish_output() or code)
+
+
+def _exit_code() -> int | str | None:
     try:
         app()
+    except SystemExit as end:  # also after --help and options that are refused
+        return end.code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    except OSError as error:
+        # What the operating system refuses is not ours to mend: a name that is too long, a folder without permission.
+        print(f"error: {_refusal(error)}", file=sys.stderr)
+    return 2
+
+
+def _refusal(error: OSError) -> str:
+    reason = error.strerror or str(error)
+    if error.filename is None:
+        return f"the output cannot be written: {reason}"
+    return shown(f"{error.filename}: {reason}")

@@ -23,7 +23,7 @@ from megastable.cli.tables import (
     whole,
     wide_console,
 )
-from megastable.core.errors import UserError
+from megastable.core.errors import UserError, shown
 from megastable.core.memory import GIB
 from megastable.planning.calibration import CalibrationFile
 from megastable.planning.data_sheet_cost import Machine
@@ -45,6 +45,7 @@ class PlanRequest:
     """A run file, and the devices and files from which its times are predicted, as the command line names them."""
 
     config: Path
+    overrides: list[str]
     devices: int | None
     device: str | None
     peak_tflops: float | None
@@ -65,7 +66,9 @@ def print_forecast(request: PlanRequest, picture: Path | None, json_wanted: bool
     """
     # A calibration that is measured now may be the file by which the run's micro-batch sizes are to be chosen, and
     # does not exist yet: measure with the file's own size, and choose when the calibration is written.
-    plan, devices_assumed = load_plan(request.config, request.devices, choose=request.save_calibration is None)
+    plan, devices_assumed = load_plan(
+        request.config, request.devices, choose=request.save_calibration is None, overrides=request.overrides
+    )
     basis = Basis.of(
         plan,
         request.device,
@@ -77,7 +80,7 @@ def print_forecast(request: PlanRequest, picture: Path | None, json_wanted: bool
         probe=probe_this_cpu,
     )
     if request.save_calibration is not None:
-        plan, devices_assumed = load_plan(request.config, request.devices)
+        plan, devices_assumed = load_plan(request.config, request.devices, overrides=request.overrides)
     result = forecast(plan, basis.machine, basis.calibration)
     # Before anything is printed, so that a picture that is refused leaves one message and no output.
     if picture is not None:
@@ -99,10 +102,10 @@ def _show_forecast(result: Forecast, name: str, devices_assumed: bool) -> None:
     """Print the layout, the ramp with its speed, the memory of every stage, and what it all rests on."""
     console = wide_console()
     for line in _summary(result, name, devices_assumed):
-        console.print(line)
+        console.print(shown(line))
     console.print(_ramp_table(result))
     console.print(_memory_table(result))
-    console.print(_fit(result))
+    console.print(shown(_fit(result)))
     _print_assumptions(console, result.assumptions)
 
 
@@ -187,7 +190,7 @@ def _fit(result: Forecast) -> str:
 
 def _print_assumptions(console: Console, assumptions: list[str]) -> None:
     for line in assumptions:
-        console.print(f"assumed: {line}")
+        console.print(f"assumed: {shown(line)}")
 
 
 # The search over layouts
@@ -202,7 +205,7 @@ def print_layouts(request: PlanRequest, json_wanted: bool) -> None:
     if request.calibration or request.save_calibration:
         raise UserError("--search: measured times belong to one layout, so it takes neither calibration option")
     machine = Machine.of(request.device, request.peak_tflops, request.memory_gib, request.efficiency)
-    run, devices = load_run(request.config, request.devices)
+    run, devices = load_run(request.config, request.devices, request.overrides)
     if machine is None:
         raise UserError("--search ranks by time, so it needs --device (or --peak-tflops and --memory-gib)")
     layouts = search_layouts(run, devices, machine)
@@ -216,7 +219,9 @@ def print_layouts(request: PlanRequest, json_wanted: bool) -> None:
 def _show_layouts(layouts: list[Candidate], name: str, assumptions: list[str]) -> None:
     console = wide_console()
     feasible = [layout for layout in layouts if layout.reason is None]
-    table = make_table(f"{name}: {len(feasible)} of {len(layouts)} layouts are feasible; the fastest", *LAYOUT_COLUMNS)
+    table = make_table(
+        f"{shown(name)}: {len(feasible)} of {len(layouts)} layouts are feasible; the fastest", *LAYOUT_COLUMNS
+    )
     for layout in feasible[:SHOWN_LAYOUTS]:
         table.add_row(
             str(layout.num_stages),
@@ -237,7 +242,7 @@ def _print_reasons(console: Console, layouts: list[Candidate]) -> None:
     """Print the reasons that rule most layouts out, N for a number; --json has the reason of every layout."""
     reasons = Counter(_without_numbers(layout.reason) for layout in layouts if layout.reason is not None)
     for reason, count in reasons.most_common(SHOWN_REASONS):
-        console.print(f"infeasible, {count}: {reason}")
+        console.print(f"infeasible, {count}: {shown(reason)}")
     if len(reasons) > SHOWN_REASONS:
         console.print(f"infeasible, {len(reasons) - SHOWN_REASONS} more reasons: see --json")
 

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from megastable.config import RunConfig, load_run_file
 from megastable.core.batch_rampup import RunLength
-from megastable.core.errors import UserError
+from megastable.core.errors import UserError, shown
 from megastable.core.layout import ParallelLayout
 from megastable.core.run_paths import RunPaths
 
@@ -99,6 +99,15 @@ class Tail:
         if lines:
             self._last_line = lines[-1]
         return lines, afresh
+
+
+def _safe(value: Any) -> Any:
+    """Return a row, or a value of it, with names and texts that are safe to show: the folder may be somebody else's."""
+    if isinstance(value, str):
+        return shown(value, keep="\n")
+    if isinstance(value, dict):
+        return {shown(key): _safe(inner) for key, inner in value.items()}
+    return value
 
 
 def _objects(lines: list[bytes]) -> Iterator[Row]:
@@ -209,7 +218,7 @@ class RunReader:
         events, afresh = self._events.read()
         if afresh:
             self.state.events.clear()
-        self.state.events.extend(events)
+        self.state.events.extend(map(_safe, events))
         faults = (self._config_fault, self._metrics.fault, self._events.fault)
         self.state.faults = [fault for fault in faults if fault]
         return self.state
@@ -226,7 +235,7 @@ class RunReader:
         if afresh:
             self.state.steps.clear()
         for row in rows:
-            self.state.add_step(row)
+            self.state.add_step(_safe(row))
 
     def _read_config(self) -> None:
         try:

@@ -50,13 +50,15 @@ def duration(seconds: float) -> str:
 
 
 def as_json(values: Any) -> str:
-    """Format plain values for a program to read."""
-    return json.dumps(values, indent=2, ensure_ascii=False)
+    """Format plain values for a program to read, in ASCII: any output takes it, and no terminal obeys it."""
+    return json.dumps(values, indent=2)
 
 
 def wide_console(least_width: int = LEAST_WIDTH) -> Console:
     """Make a console that does not squeeze tables where the output is no terminal."""
-    return Console(highlight=False, soft_wrap=True, width=max(Console().width, least_width))
+    # Without markup and emoji codes: a path may hold [red] or :smile:.
+    width = max(Console().width, least_width)
+    return Console(highlight=False, soft_wrap=True, markup=False, emoji=False, width=width)
 
 
 def make_table(title: str, *headings: str) -> Table:

@@ -28,6 +28,7 @@ from megastable.cli.run_fields import (
 )
 from megastable.cli.run_files import RunReader, RunState, layers_of, number
 from megastable.cli.tables import ABSENT, duration, whole
+from megastable.core.errors import shown
 
 SHOWN_EVENTS = 5
 PAIRED_COLUMNS = 100
@@ -44,7 +45,7 @@ def watch_run(run_dir: Path, refresh_seconds: float, once: bool) -> None:
         UserError: ``run_dir`` is no run folder.
     """
     reader = RunReader(run_dir)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     if once or not sys.stdout.isatty():
         console.print(_frame(reader))
         return
@@ -135,7 +136,7 @@ def _header(state: RunState, now_unix: float) -> Panel:
         lines.append(_progress(state))
     # Of the folder '.', the name is empty.
     name = state.run_dir.name or state.run_dir.resolve().name
-    return Panel(Group(*lines), title=Text(name, style="bold"), title_align="left")
+    return Panel(Group(*lines), title=Text(shown(name), style="bold"), title_align="left")
 
 
 def _description(state: RunState) -> Iterator[str]:

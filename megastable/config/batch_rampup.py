@@ -8,13 +8,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megastable.config.limits import LARGEST_BATCH, LONGEST_LIST, MOST_INCREMENTS, MOST_SAMPLES
 from megastable.config.reading.faults import Fault
-from megastable.config.section import Section
+from megastable.config.section import PathText, Section
 from megastable.core.batch_rampup import BatchRampup, GlobalBatchSchedule, LinearRamp, StepRamp
 from megastable.core.devices import DEVICES
 
-SamplePosition = Annotated[int, Field(ge=0)]
-BatchSize = Annotated[int, Field(ge=1)]
+SamplePosition = Annotated[int, Field(ge=0, le=MOST_SAMPLES)]
+NumSamples = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
+BatchSize = Annotated[int, Field(ge=1, le=LARGEST_BATCH)]
+SizeChanges = Annotated[tuple[tuple[BatchSize, BatchSize], ...], Field(max_length=LONGEST_LIST)]
+"""Micro-batch sizes by the global batch from which they hold."""
 SIZE_KEYS = {"start", "increment", "final", "ramp_samples", "samples_per_increment", "steps"}
 """The keys of the global batch, whose combinations are the ramp's forms; the other keys are about micro-batches."""
 RAMP_FORMS = (
@@ -40,20 +44,21 @@ class BatchRampupConfig(Section):
     final: BatchSize | None = Field(
         default=None, description="Global batch size (samples) at the end of the ramp; alone: of every step."
     )
-    ramp_samples: BatchSize | None = Field(
+    ramp_samples: NumSamples | None = Field(
         default=None,
         description="Samples that the WHOLE ramp takes, over all increments together (Megatron-LM's third number of "
         "--rampup-batch-size). BLOOM-176B: 9765625.",
     )
-    samples_per_increment: BatchSize | None = Field(
+    samples_per_increment: NumSamples | None = Field(
         default=None, description="Samples between two increments; the whole ramp takes this times the increments."
     )
     steps: tuple[tuple[SamplePosition, BatchSize], ...] | None = Field(
         default=None,
+        max_length=LONGEST_LIST,
         json_schema_extra={"minItems": 1},
         description="The ramp as a list of [from_sample, global_batch_size]; the first from_sample is 0.",
     )
-    micro_batch_size_steps: tuple[tuple[BatchSize, BatchSize], ...] = Field(
+    micro_batch_size_steps: SizeChanges = Field(
         default=(),
         description="List of [from_global_batch_size, micro_batch_size]; below the first entry "
         "train_micro_batch_size_per_gpu holds. BLOOM-176B: [[784, 2]].",
@@ -64,14 +69,14 @@ class BatchRampupConfig(Section):
         "memory, chosen before the run; leave train_micro_batch_size_per_gpu and micro_batch_size_steps out then. "
         "null: those two say it.",
     )
-    calibration: Annotated[str, Field(min_length=1)] | None = Field(
+    calibration: Annotated[PathText, Field(min_length=1)] | None = Field(
         default=None,
         description=f'What "auto" goes by: {HOW_TO_CALIBRATE}, relative to the working directory; or the name of a '
         f"device ({', '.join(DEVICES)}), whose data sheet gives a micro-batch no cost of its own, so that the smallest "
         "is always the fastest.",
     )
     # A key of the file, so that a resumed run splits its batches as before even if the calibration has changed since.
-    chosen_micro_batch_sizes: tuple[tuple[BatchSize, BatchSize], ...] = Field(
+    chosen_micro_batch_sizes: SizeChanges = Field(
         default=(),
         description='What "auto" has chosen, as a list of [from_global_batch_size, micro_batch_size]. Written by the '
         "program into config.json and checkpoints. A run that has it, or continues a checkpoint that has, keeps to it, "
@@ -120,7 +125,7 @@ def ramp_has_one_form(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
 
 
 def ramp_reaches_final(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
-    """Require that a whole number of increments, one at least, leads from start to final."""
+    """Require that a whole number of increments, from one to ``MOST_INCREMENTS``, leads from start to final."""
     start = batch_rampup.start
     increment = batch_rampup.increment
     final = batch_rampup.final
@@ -140,6 +145,13 @@ def ramp_reaches_final(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
             "megastable.batch_rampup.final",
             final,
             f"must be start ({start}) plus a multiple of increment ({increment}), such as {neighbours}",
+        )
+    elif (final - start) // increment > MOST_INCREMENTS:
+        yield Fault(
+            "megastable.batch_rampup.increment",
+            increment,
+            f"leads from start ({start}) to final ({final}) in {(final - start) // increment:,} increments; the most "
+            f"are {MOST_INCREMENTS:,}",
         )
 
 

@@ -19,6 +19,7 @@ from megastable.config.deepspeed_keys import (
     OptimizerConfig,
     weight_format,
 )
+from megastable.config.limits import LARGEST_BATCH
 from megastable.config.lr_schedule import LrScheduleConfig
 from megastable.config.model import ModelConfig
 from megastable.config.parallelism import PipelineConfig, TensorParallelConfig
@@ -57,6 +58,29 @@ def min_lr_is_not_above_lr(optimizer: OptimizerConfig, lr_schedule: LrScheduleCo
             lr_schedule.min_lr,
             f"must be at most optimizer.params.lr ({optimizer.params.lr})",
         )
+
+
+def some_step_has_a_learning_rate(
+    lr_schedule: LrScheduleConfig, training: TrainingConfig, model: ModelConfig
+) -> Iterator[Fault]:
+    """Refuse a decay to 0 that is over before the first sample: every step of the run would have the minimum, 0."""
+    if not lr_schedule.reads("decay") or lr_schedule.min_lr > 0:
+        return
+    # A warmup never outlasts the decay (another rule), so that with such a decay there is none either.
+    if _is_no_sample(lr_schedule.decay, training, model):
+        yield Fault(
+            "megastable.lr_schedule.decay",
+            lr_schedule.decay.model_dump(),
+            "ends before the first sample, and min_lr is 0: the learning rate would be 0 at every step; give the decay "
+            'a length, a min_lr above 0, or leave it out and write the type "constant"',
+        )
+
+
+def _is_no_sample(amount: Amount, training: TrainingConfig, model: ModelConfig) -> bool:
+    """Tell whether an amount is known to be less than one sample without expanding the ramp."""
+    if amount.fraction is not None and training.total_samples is None:
+        return amount.fraction == 0
+    return amount.to_samples(training.total_samples or 0, model.seq_length) == 0
 
 
 def warmup_ends_before_decay(
@@ -220,7 +244,7 @@ class LaunchedRun(Section):
     """What the layout of a launch needs beside the sections of the file; no part of the file itself."""
 
     world_size: int = Field(ge=1)
-    micro_batch_size: int = Field(ge=1)
+    micro_batch_size: int = Field(ge=1, le=LARGEST_BATCH)
 
 
 def auto_starts_from_one_sample(launched: LaunchedRun, batch_rampup: BatchRampupConfig) -> Iterator[Fault]:

@@ -10,10 +10,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megastable.config.section import ChosenByType, Section
+from megastable.config.limits import LARGEST_VOCABULARY
+from megastable.config.section import ChosenByType, PathText, Section
 
 # An empty path is the working directory to Python, which nobody means by it.
 NonEmpty = Annotated[str, Field(min_length=1)]
+NonEmptyPath = Annotated[PathText, Field(min_length=1)]
 
 NUM_BYTES = 256
 SMALLEST_BYTE_VOCAB = NUM_BYTES + 1
@@ -36,14 +38,14 @@ class TextSourceConfig(SourceSection):
     """Plain text files, one document each."""
 
     type: Literal["text"] = Field(description="Plain text files.")
-    path: NonEmpty = Field(description="A file, a folder (read recursively) or a glob pattern.")
+    path: NonEmptyPath = Field(description="A file, a folder (read recursively) or a glob pattern.")
 
 
 class HfSourceConfig(SourceSection):
     """A Hugging Face dataset, one document a row."""
 
     type: Literal["hf"] = Field(description="A Hugging Face dataset.")
-    path: NonEmpty = Field(description="A folder written by save_to_disk, or a dataset's name.")
+    path: NonEmptyPath = Field(description="A folder written by save_to_disk, or a dataset's name.")
     name: str | None = Field(default=None, description="Configuration of the dataset, where it has several.")
     split: NonEmpty = Field(default="train", description="Split to read.")
     text_column: NonEmpty = Field(default="text", description="Column that holds the text.")
@@ -66,6 +68,7 @@ class BpeTokenizerConfig(TokenizerSection):
     vocab_size: int | None = Field(
         default=None,
         ge=SMALLEST_BYTE_VOCAB,
+        le=LARGEST_VOCABULARY,
         description="Tokens to learn, with the 256 bytes and the end-of-document token. null: model.vocab_size.",
     )
 
@@ -80,7 +83,7 @@ class TransformersTokenizerConfig(TokenizerSection):
     """A tokenizer that transformers.AutoTokenizer loads."""
 
     type: Literal["transformers"] = Field(description="A tokenizer of the transformers package.")
-    path: NonEmpty = Field(description="Folder of the tokenizer, or its name on the hub.")
+    path: NonEmptyPath = Field(description="Folder of the tokenizer, or its name on the hub.")
 
 
 TokenizerConfig = Annotated[TokenizerSection, ChosenByType()]
@@ -98,6 +101,6 @@ class DataConfig(Section):
     validation_fraction: float = Field(
         default=0.02, ge=0, lt=1, description="Share of the documents that is kept for validation."
     )
-    cache_dir: NonEmpty | None = Field(
+    cache_dir: NonEmptyPath | None = Field(
         default=None, description="Folder for tokenised corpora. null: ~/.cache/megastable."
     )

@@ -10,8 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megastable.config.limits import LARGEST_FACTOR, LARGEST_SCALE_POWER, MOST_ELEMENTS, MOST_SAMPLES, MOST_STEPS
 from megastable.config.reading.faults import Fault
-from megastable.config.section import Section
+from megastable.config.section import PathText, Section
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 """A number format by the name that DeepSpeed's keys give it."""
@@ -22,16 +23,18 @@ class AdamParams(Section):
     """Settings of Adam and AdamW."""
 
     lr: float = Field(
-        gt=0, description="Highest learning rate, reached at the end of the warmup; see megastable.lr_schedule."
+        gt=0,
+        le=LARGEST_FACTOR,
+        description="Highest learning rate, reached at the end of the warmup; see megastable.lr_schedule.",
     )
     # betas, eps and weight_decay are GPT-3's (Brown et al. 2020, appendix B). torch's own second beta, 0.999, averages
     # over about 1000 steps instead of 20, so that the update follows a change of the gradient late.
     betas: tuple[Beta, Beta] = Field(
         default=(0.9, 0.95), description="Decay rates of the running means of the gradient and of its square."
     )
-    eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
+    eps: float = Field(default=1e-8, gt=0, le=1, description="Added to the root of the second moment.")
     weight_decay: float = Field(
-        default=0.1, ge=0, description="Decay of the matrices; biases and norms are not decayed."
+        default=0.1, ge=0, le=LARGEST_FACTOR, description="Decay of the matrices; biases and norms are not decayed."
     )
     # DeepSpeed's name for what torch has two classes for.
     adam_w_mode: bool = Field(
@@ -54,21 +57,30 @@ class Fp16Config(Section):
 
     # Every default of this section is DeepSpeed's own.
     enabled: bool = Field(default=False, description="Train in float16 with float32 master weights.")
-    loss_scale: float = Field(default=0.0, ge=0, description="A fixed loss scale; 0 means a dynamic one.")
-    # The scale is held in float32, whose largest power of two is 2**127.
+    loss_scale: float = Field(
+        default=0.0, ge=0, le=2.0**LARGEST_SCALE_POWER, description="A fixed loss scale; 0 means a dynamic one."
+    )
     initial_scale_power: int = Field(
-        default=16, ge=0, le=127, description="The dynamic loss scale starts at 2 to this power."
+        default=16, ge=0, le=LARGEST_SCALE_POWER, description="The dynamic loss scale starts at 2 to this power."
     )
     loss_scale_window: int = Field(
-        default=1000, ge=1, description="Steps without overflow after which the dynamic loss scale doubles."
+        default=1000,
+        ge=1,
+        le=MOST_STEPS,
+        description="Steps without overflow after which the dynamic loss scale doubles.",
     )
     hysteresis: int = Field(
-        default=2, ge=1, description="Overflowed steps that are tolerated before the dynamic loss scale halves."
+        default=2,
+        ge=1,
+        le=MOST_STEPS,
+        description="Overflowed steps that are tolerated before the dynamic loss scale halves.",
     )
     consecutive_hysteresis: bool = Field(
         default=False, description="Refill the hysteresis after every step without overflow."
     )
-    min_loss_scale: int = Field(default=1, ge=1, description="The dynamic loss scale never falls below this.")
+    min_loss_scale: int = Field(
+        default=1, ge=1, le=2**LARGEST_SCALE_POWER, description="The dynamic loss scale never falls below this."
+    )
 
 
 class Bf16Config(Section):
@@ -102,12 +114,14 @@ class ZeroConfig(Section):
     reduce_bucket_size: int | None = Field(
         default=None,
         ge=1,
+        le=MOST_ELEMENTS,
         description="Gradient elements reduced at once; null leaves the choice to megastable. DeepSpeed "
         "allocates two buffers of this size, but none for bf16 with fp32 sums; one replica reduces nothing.",
     )
     allgather_bucket_size: int | None = Field(
         default=None,
         ge=1,
+        le=MOST_ELEMENTS,
         description="Weight elements gathered at once after a step; null leaves the choice to megastable.",
     )
 
@@ -116,8 +130,8 @@ class TensorboardConfig(Section):
     """DeepSpeed's TensorBoard monitor."""
 
     enabled: bool = Field(default=False, description="Write TensorBoard event files.")
-    output_path: str = Field(default="", description="Folder of the event files; empty is DeepSpeed's default.")
-    job_name: str = Field(default="DeepSpeedJobName", description="Subfolder of output_path for this run.")
+    output_path: PathText = Field(default="", description="Folder of the event files; empty is DeepSpeed's default.")
+    job_name: PathText = Field(default="DeepSpeedJobName", description="Subfolder of output_path for this run.")
 
 
 class WandbConfig(Section):
@@ -133,7 +147,9 @@ class CometConfig(Section):
     """DeepSpeed's Comet monitor."""
 
     enabled: bool = Field(default=False, description="Log to Comet.")
-    samples_log_interval: int = Field(default=100, ge=1, description="Samples between two logged points.")
+    samples_log_interval: int = Field(
+        default=100, ge=1, le=MOST_SAMPLES, description="Samples between two logged points."
+    )
     project: str | None = Field(default=None, description="Project; null takes Comet's own configuration.")
     workspace: str | None = Field(default=None, description="Workspace; null takes Comet's own configuration.")
     # repr=False keeps the key out of logs and tracebacks.
@@ -152,8 +168,8 @@ class CsvMonitorConfig(Section):
     """DeepSpeed's CSV monitor."""
 
     enabled: bool = Field(default=False, description="Write one CSV file for each logged quantity.")
-    output_path: str = Field(default="", description="Folder of the CSV files; empty is DeepSpeed's default.")
-    job_name: str = Field(default="DeepSpeedJobName", description="Subfolder of output_path for this run.")
+    output_path: PathText = Field(default="", description="Folder of the CSV files; empty is DeepSpeed's default.")
+    job_name: PathText = Field(default="DeepSpeedJobName", description="Subfolder of output_path for this run.")
 
 
 ACCUMULATION_DTYPES: dict[Dtype, tuple[Dtype, ...]] = {

@@ -10,6 +10,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from megastable.config.limits import LARGEST_FACTOR
 from megastable.config.reading.faults import Fault
 from megastable.config.section import Amount, AmountField, RegisteredName, Section
 from megastable.core.lr_schedule import BATCH_SCALING_EXPONENTS, LR_SCHEDULES
@@ -46,6 +47,7 @@ class LrScheduleConfig(Section):
     min_lr: float = Field(
         default=0.0,
         ge=0,
+        le=LARGEST_FACTOR,
         description="Learning rate at the end of the decay and from there on. Not read by constant.",
     )
     stable: AmountField | None = Field(

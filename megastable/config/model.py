@@ -10,6 +10,14 @@ from typing import Annotated
 
 from pydantic import Field
 
+from megastable.config.limits import (
+    LARGEST_FACTOR,
+    LARGEST_INNER_WIDTH,
+    LARGEST_VOCABULARY,
+    LARGEST_WIDTH,
+    LONGEST_SEQUENCE,
+    MOST_LAYERS,
+)
 from megastable.config.reading.faults import Fault
 from megastable.config.section import RegisteredName, Section
 from megastable.core.model_parts import ATTENTION_KINDS, FEED_FORWARD_KINDS, NORM_KINDS, POSITION_KINDS
@@ -18,32 +26,39 @@ from megastable.core.model_parts import ATTENTION_KINDS, FEED_FORWARD_KINDS, NOR
 class ModelConfig(Section):
     """A GPT: embedding, ``num_layers`` blocks, final norm, head."""
 
-    num_layers: int = Field(ge=1, description="Transformer blocks in the whole model.")
-    hidden_size: int = Field(ge=1, description="Width of the residual stream.")
-    num_attention_heads: int = Field(ge=1, description="Query heads; must divide hidden_size.")
+    num_layers: int = Field(ge=1, le=MOST_LAYERS, description="Transformer blocks in the whole model.")
+    hidden_size: int = Field(ge=1, le=LARGEST_WIDTH, description="Width of the residual stream.")
+    num_attention_heads: int = Field(ge=1, le=LARGEST_WIDTH, description="Query heads; must divide hidden_size.")
     num_key_value_heads: int | None = Field(
         default=None,
         ge=1,
+        le=LARGEST_WIDTH,
         description="Key and value heads; must divide num_attention_heads. null: num_attention_heads.",
     )
     ffn_hidden_size: int | None = Field(
         default=None,
         ge=1,
+        le=LARGEST_INNER_WIDTH,
         description="Inner width of the feed-forward layers. null: 4 x hidden_size for gelu; for swiglu "
         "8/3 x hidden_size, rounded up to a multiple of 64 (about the same number of weights).",
     )
-    seq_length: int = Field(ge=1, description="Tokens of one sample.")
-    vocab_size: int = Field(ge=1, description="Token ids that the data may hold, before padding.")
+    seq_length: int = Field(ge=1, le=LONGEST_SEQUENCE, description="Tokens of one sample.")
+    vocab_size: int = Field(
+        ge=1, le=LARGEST_VOCABULARY, description="Token ids that the data may hold, before padding."
+    )
     vocab_padding_multiple: int = Field(
-        default=128, ge=1, description="The embedding has vocab_size rows, rounded up to a multiple of this."
+        default=128,
+        ge=1,
+        le=LARGEST_VOCABULARY,
+        description="The embedding has vocab_size rows, rounded up to a multiple of this.",
     )
     position_embedding: Annotated[str, RegisteredName(POSITION_KINDS)] = Field(
         default="rotary",
         description="How a token knows its position.",
     )
-    rotary_base: float = Field(default=10000.0, gt=0, description="Base of the rotary wavelengths.")
+    rotary_base: float = Field(default=10000.0, gt=0, le=1e12, description="Base of the rotary wavelengths.")
     norm: Annotated[str, RegisteredName(NORM_KINDS)] = Field(default="layernorm", description="Kind of every norm.")
-    norm_eps: float = Field(default=1e-5, gt=0, description="Added to the variance in every norm.")
+    norm_eps: float = Field(default=1e-5, gt=0, le=1, description="Added to the variance in every norm.")
     activation: Annotated[str, RegisteredName(FEED_FORWARD_KINDS)] = Field(
         default="gelu", description="Kind of feed-forward layer."
     )
@@ -65,10 +80,11 @@ class ModelConfig(Section):
     attention_logit_cap: float | None = Field(
         default=None,
         gt=0,
+        le=LARGEST_FACTOR,
         description="Attention logits x become cap * tanh(x / cap), by the math backend, as auto then does. null: off.",
     )
     output_logit_cap: float | None = Field(
-        default=None, gt=0, description="The same for the logits of the vocabulary. null: off."
+        default=None, gt=0, le=LARGEST_FACTOR, description="The same for the logits of the vocabulary. null: off."
     )
     compile: bool = Field(
         default=False,

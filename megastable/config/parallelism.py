@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from megastable.config.limits import LONGEST_PATTERN, MOST_LAYERS, MOST_REPETITIONS, MOST_STAGES, MOST_TENSOR_RANKS
 from megastable.config.reading.faults import Fault
 from megastable.config.section import Section
 from megastable.core.flops import BLOCK, HALVES, RECOMPUTED_KINDS
@@ -42,20 +43,41 @@ RecomputedKinds = Annotated[
 """The type of the key that says what is recomputed: true, false, or a list of kinds that fit together."""
 
 
-def _method_or_block_counts(value: object) -> object:
+def _must_be_a_quick_pattern(pattern: str) -> None:
+    """Refuse what is no regular expression, and what may take Python's engine longer than anybody waits.
+
+    It tries one way after the other to match, and groups within repetitions have exponentially many of them. Without
+    groups, r repetitions on a name of n characters have about n^(r + 1).
+    """
+    # DeepSpeed searches the names of classes for it, only after every process has started.
+    num_repetitions = sum(pattern.count(sign) for sign in "*+?{")
+    if "(" in pattern or len(pattern) > LONGEST_PATTERN or num_repetitions > MOST_REPETITIONS:
+        raise PydanticCustomError(
+            "quick_pattern",
+            "must have no groups, at most {repetitions} repetitions and {characters} characters after type:",
+            {"repetitions": MOST_REPETITIONS, "characters": LONGEST_PATTERN},
+        )
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError) as error:  # OverflowError: a{99999999999}
+        raise PydanticCustomError(
+            "pattern", "has no regular expression after type: {error}", {"error": str(error)}
+        ) from None
+
+
+def _are_block_counts(values: Sequence[object]) -> bool:
     # type() and not isinstance(): to Python, JSON's true is a whole number.
-    if isinstance(value, list | tuple) and value and all(type(blocks) is int and blocks >= 0 for blocks in value):
+    are_counts = all(type(blocks) is int and 0 <= blocks <= MOST_LAYERS for blocks in values)
+    return are_counts and 0 < len(values) <= MOST_STAGES
+
+
+def _method_or_block_counts(value: object) -> object:
+    if isinstance(value, list | tuple) and _are_block_counts(value):
         return tuple(value)
     if isinstance(value, str) and value in PARTITIONS:
         return value
     if isinstance(value, str) and value.startswith(TYPE_PREFIX):
-        # DeepSpeed searches the names of classes for it, only after every process has started.
-        try:
-            re.compile(value.removeprefix(TYPE_PREFIX))
-        except re.error as error:
-            raise PydanticCustomError(
-                "pattern", "has no regular expression after type: {error}", {"error": str(error)}
-            ) from None
+        _must_be_a_quick_pattern(value.removeprefix(TYPE_PREFIX))
         return value
     names = ", ".join(json.dumps(name) for name in PARTITIONS)
     raise PydanticCustomError(
@@ -70,8 +92,10 @@ PartitionMethod = Annotated[
     BeforeValidator(
         _method_or_block_counts,
         # What a JSON Schema can say of it: neither that a regular expression is one, nor that the counts fit the model.
-        json_schema_input_type=Annotated[str, Field(pattern=f"^({'|'.join(PARTITIONS)}|{TYPE_PREFIX}.*)$")]
-        | list[Annotated[int, Field(ge=0)]],
+        json_schema_input_type=Annotated[
+            str, Field(pattern=f"^({'|'.join(PARTITIONS)}|{TYPE_PREFIX}[^(]{{0,{LONGEST_PATTERN}}})$")
+        ]
+        | Annotated[list[Annotated[int, Field(ge=0, le=MOST_LAYERS)]], Field(max_length=MOST_STAGES)],
     ),
 ]
 """The type of the key that says how the layers are cut: a method's name, or the number of blocks of every stage."""
@@ -83,6 +107,7 @@ class PipelineConfig(Section):
     num_stages: int = Field(
         default=1,
         ge=1,
+        le=MOST_STAGES,
         description="Pipeline stages; the data-parallel size is world size / (num_stages x tensor_parallel.size).",
     )
     activation_checkpointing: RecomputedKinds = Field(
@@ -113,6 +138,7 @@ class TensorParallelConfig(Section):
     size: int = Field(
         default=1,
         ge=1,
+        le=MOST_TENSOR_RANKS,
         description="Processes that share every layer, best within one node; "
         "the data-parallel size is world size / (num_stages x size).",
     )

@@ -11,7 +11,13 @@ from collections.abc import Mapping
 _RAMP_OWNS = "the ramp decides it for every step; write megastable.batch_rampup"
 _REMOVED = "DeepSpeed has removed it"
 _METRICS = "metrics.jsonl has every step's step_seconds; write megastable.logging.interval for the printed lines"
-_TOPOLOGY = "megastable lays out pipeline stages and data-parallel replicas only; write megastable.pipeline.num_stages"
+_TOPOLOGY = (
+    "megastable lays out pipeline stages, tensor ranks and replicas; write megastable.pipeline.num_stages and "
+    "megastable.tensor_parallel.size"
+)
+_SEQUENCE = (
+    "the sequence is split over the tensor ranks or not at all; write megastable.tensor_parallel.sequence_parallel"
+)
 _MASTER_WEIGHTS = (
     "the optimizer's weights and moments are always float32; for gradients write data_types.grad_accum_dtype"
 )
@@ -34,11 +40,11 @@ REFUSED_KEYS: Mapping[str, str] = {
     # the layout, which the engine makes from megastable.pipeline and megastable.tensor_parallel
     "pipeline": "write megastable.pipeline (num_stages, activation_checkpointing, partition)",
     "activation_checkpointing": "write megastable.pipeline.activation_checkpointing",
-    "tensor_parallel": _TOPOLOGY,
-    "expert_parallel": _TOPOLOGY,
-    "sequence_parallel_size": _TOPOLOGY,
-    "seq_parallel_communication_data_type": _TOPOLOGY,
-    "use_data_before_expert_parallelism": _TOPOLOGY,
+    "tensor_parallel": "write megastable.tensor_parallel.size",
+    "expert_parallel": f"the model has no experts; {_TOPOLOGY}",
+    "sequence_parallel_size": _SEQUENCE,
+    "seq_parallel_communication_data_type": _SEQUENCE,
+    "use_data_before_expert_parallelism": "the model has no experts; remove it",
     "elasticity": f"{_REMOVED}; {_TOPOLOGY}",
     # number formats
     "bfloat16": "an old name; write bf16",

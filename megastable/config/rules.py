@@ -31,6 +31,7 @@ from megastable.config.cross_rules import (
     min_lr_is_not_above_lr,
     one_number_format,
     processes_are_whole_replicas,
+    some_step_has_a_learning_rate,
     stable_ends_between,
     tensor_ranks_divide_kv_heads,
     tensor_ranks_divide_the_model,
@@ -50,6 +51,7 @@ from megastable.config.reading.faults import Fault
 from megastable.config.section import Section
 from megastable.config.stages import (
     block_counts_make_the_model,
+    deepspeed_finds_the_cut,
     every_stage_has_weights,
     no_more_stages_than_layers,
     type_matches_a_class,
@@ -81,10 +83,16 @@ RULES: tuple[Rule, ...] = (
     Rule(no_more_stages_than_layers),
     Rule(block_counts_make_the_model),
     Rule(type_matches_a_class),
+    Rule(deepspeed_finds_the_cut),
     # A cut that cannot be computed leaves no stages to look into.
     Rule(
         every_stage_has_weights,
-        needs=(no_more_stages_than_layers, block_counts_make_the_model, type_matches_a_class),
+        needs=(
+            no_more_stages_than_layers,
+            block_counts_make_the_model,
+            type_matches_a_class,
+            deepspeed_finds_the_cut,
+        ),
     ),
     Rule(world_size_holds_whole_replicas),
     # Fresh weights, tokens and evaluation.
@@ -118,6 +126,7 @@ RULES: tuple[Rule, ...] = (
     Rule(min_lr_is_not_above_lr),
     Rule(lr_keys_belong_to_the_type),
     Rule(warmup_ends_before_decay),
+    Rule(some_step_has_a_learning_rate, needs=(warmup_ends_before_decay,)),
     # Between two ends in the wrong order nothing lies, which is not the constant part's fault.
     Rule(stable_ends_between, needs=(warmup_ends_before_decay,)),
     # The launch, where the number of processes is known.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -24,6 +23,7 @@ from megastable.config.deepspeed_keys import (
     ZeroConfig,
     weight_format,
 )
+from megastable.config.limits import LARGEST_BATCH, LARGEST_FACTOR
 from megastable.config.lr_schedule import LrScheduleConfig
 from megastable.config.model import ModelConfig
 from megastable.config.parallelism import PipelineConfig, TensorParallelConfig
@@ -36,15 +36,17 @@ CUSTOMARY_CLIP_NORM = 0.5
 
 def _number_or_auto(value: object) -> object:
     # Before pydantic's own check, which would report a wrong value once as no number and once as not "auto".
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LARGEST_FACTOR
     if value != "auto" and not is_number:
-        raise PydanticCustomError("clip_norm", 'must be a number of at least 0, or "auto"')
+        raise PydanticCustomError("clip_norm", f'must be a number from 0 to {LARGEST_FACTOR:,.0f}, or "auto"')
     return value
 
 
 ClipNorm = Annotated[
     float | Literal["auto"],
-    BeforeValidator(_number_or_auto, json_schema_input_type=Annotated[float, Field(ge=0)] | Literal["auto"]),
+    BeforeValidator(
+        _number_or_auto, json_schema_input_type=Annotated[float, Field(ge=0, le=LARGEST_FACTOR)] | Literal["auto"]
+    ),
 ]
 
 
@@ -82,6 +84,7 @@ class RunConfig(Section):
     train_micro_batch_size_per_gpu: int = Field(
         default=1,
         ge=1,
+        le=LARGEST_BATCH,
         description="Samples of one micro-batch; megastable.batch_rampup.micro_batch_size_steps may change it later.",
     )
     # DeepSpeed's own default is no clipping; 1.0 is GPT-3's (Brown et al. 2020, appendix B).

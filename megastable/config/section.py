@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Annotated, Any, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -19,6 +20,8 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from megastable.config.limits import LONGEST_PATH, LONGEST_PATH_PART, MOST_SAMPLES, MOST_TOKENS
 
 
 class Section(BaseModel):
@@ -93,11 +96,30 @@ class RegisteredName:
         return value
 
 
+def _fits_a_file_system(path: str) -> str:
+    # Named here, with its key: the operating system would refuse it only where it is first opened.
+    parts = path.encode("utf-8", "replace").split(b"/")
+    too_long = len(b"/".join(parts)) > LONGEST_PATH or max(map(len, parts)) > LONGEST_PATH_PART
+    if "\0" in path or too_long:
+        raise PydanticCustomError(
+            "path",
+            "must be a path: at most {part} bytes a name and {all} in all, and no character of code 0",
+            {"part": LONGEST_PATH_PART, "all": LONGEST_PATH},
+        )
+    return path
+
+
+PathText = Annotated[str, AfterValidator(_fits_a_file_system)]
+"""The type of a key that names a file or folder, which need not exist."""
+
+
 class Amount(Section):
     """Exactly one of samples, tokens and fraction. In a run file a bare whole number means samples."""
 
-    samples: int | None = Field(default=None, ge=0, description="Samples.")
-    tokens: int | None = Field(default=None, ge=0, description="Tokens; counted in whole samples, rounded down.")
+    samples: int | None = Field(default=None, ge=0, le=MOST_SAMPLES, description="Samples.")
+    tokens: int | None = Field(
+        default=None, ge=0, le=MOST_TOKENS, description="Tokens; counted in whole samples, rounded down."
+    )
     fraction: float | None = Field(
         default=None, ge=0, le=1, description="Share of the whole run's samples, 0 to 1; rounded down."
     )
@@ -127,7 +149,8 @@ class Amount(Section):
 def _amount_error() -> PydanticCustomError:
     return PydanticCustomError(
         "amount",
-        'must be a whole number of samples, or an object with exactly one of "samples", "tokens" and "fraction"',
+        f"must be a whole number of samples (at most {MOST_SAMPLES}), or an object with exactly one of "
+        '"samples", "tokens" and "fraction"',
     )
 
 
@@ -135,12 +158,15 @@ def _number_means_samples(value: object) -> object:
     if isinstance(value, dict | Amount):
         return value
     # To Python, JSON's true is the number 1.
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_SAMPLES:
         return Amount(samples=value)
     raise _amount_error()
 
 
 AmountField = Annotated[
-    Amount, BeforeValidator(_number_means_samples, json_schema_input_type=Annotated[int, Field(ge=0)] | Amount)
+    Amount,
+    BeforeValidator(
+        _number_means_samples, json_schema_input_type=Annotated[int, Field(ge=0, le=MOST_SAMPLES)] | Amount
+    ),
 ]
 """The type of a key that holds an amount."""

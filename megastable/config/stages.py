@@ -19,6 +19,7 @@ from megastable.core.model_parts import (
     executed_attention,
 )
 from megastable.core.partition import (
+    LAYERS_AT_EACH_END,
     TYPE_PREFIX,
     illegal_stages,
     imbalance,
@@ -96,6 +97,8 @@ def model_parts(model: ModelConfig) -> ModelParts:
 
 
 PARTITION = "megastable.pipeline.partition"
+MOST_SUMS_OF_A_SEARCH = 5_000_000
+"""About a second of Python."""
 
 
 def no_more_stages_than_layers(model: ModelConfig, pipeline: PipelineConfig) -> Iterator[Fault]:
@@ -132,6 +135,23 @@ def type_matches_a_class(model: ModelConfig, pipeline: PipelineConfig) -> Iterat
     names = list(dict.fromkeys(layer.class_name for layer in layers))
     if not any(matches_type(name, method.removeprefix(TYPE_PREFIX)) for name in names):
         yield Fault(PARTITION, method, f"matches no class of a layer; there are {', '.join(names)}")
+
+
+def deepspeed_finds_the_cut(model: ModelConfig, pipeline: PipelineConfig) -> Iterator[Fault]:
+    """Refuse a model so deep on so many stages that DeepSpeed's own search for the cut would not end soon.
+
+    It tries every start of every part of every prefix, in Python and in every process: stages x layers^2 sums.
+    """
+    method = pipeline.partition
+    searched = isinstance(method, str) and (method == "parameters" or method.startswith(TYPE_PREFIX))
+    num_layers = model.num_layers + 2 * LAYERS_AT_EACH_END
+    if searched and pipeline.num_stages * num_layers**2 > MOST_SUMS_OF_A_SEARCH:
+        yield Fault(
+            PARTITION,
+            method,
+            f"takes DeepSpeed about {pipeline.num_stages * num_layers**2:.1g} sums in every process, and at most "
+            f"{MOST_SUMS_OF_A_SEARCH:.0g} are allowed; take balanced, uniform or a list of blocks",
+        )
 
 
 def every_stage_has_weights(

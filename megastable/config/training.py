@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from megastable.config.limits import LARGEST_FACTOR, MOST_PROCESSES, MOST_SAMPLES, MOST_STEPS, MOST_TOKENS
 from megastable.config.reading.faults import Fault
 from megastable.config.section import RegisteredName, Section
 from megastable.core.init_std import INIT_SCHEMES
@@ -26,7 +27,10 @@ class InitConfig(Section):
         "xavier: sqrt(2/(fan_in + fan_out)) of each matrix; fixed: std.",
     )
     std: float | None = Field(
-        default=None, gt=0, description="Standard deviation; needed by, and only legal with, the scheme fixed."
+        default=None,
+        gt=0,
+        le=LARGEST_FACTOR,
+        description="Standard deviation; needed by, and only legal with, the scheme fixed.",
     )
     residual_scaling: bool = Field(
         default=True,
@@ -35,40 +39,50 @@ class InitConfig(Section):
     embedding_std: float | None = Field(
         default=None,
         gt=0,
+        le=LARGEST_FACTOR,
         description="Standard deviation of the token embedding (and a tied head); null: the scheme's.",
     )
     head_std: float | None = Field(
-        default=None, gt=0, description="Standard deviation of an untied head; null: the scheme's."
+        default=None, gt=0, le=LARGEST_FACTOR, description="Standard deviation of an untied head; null: the scheme's."
     )
 
 
 class TrainingConfig(Section):
     """How long to train, and how to evaluate."""
 
-    total_samples: int | None = Field(default=None, ge=1, description="Samples of the whole run; or give total_steps.")
+    total_samples: int | None = Field(
+        default=None, ge=1, le=MOST_SAMPLES, description="Samples of the whole run; or give total_steps."
+    )
     total_steps: int | None = Field(
-        default=None, ge=1, description="Optimizer steps of the whole run; or give total_samples."
+        default=None, ge=1, le=MOST_STEPS, description="Optimizer steps of the whole run; or give total_samples."
     )
     seed: int = Field(
         default=1234, ge=0, le=LARGEST_SEED, description="Seed of the weights, the dropout and the data order."
     )
-    eval_interval: int = Field(default=0, ge=0, description="Steps between two evaluations; 0 means never.")
-    eval_samples: int = Field(default=256, ge=1, description="Most validation samples of one evaluation.")
+    eval_interval: int = Field(
+        default=0, ge=0, le=MOST_STEPS, description="Steps between two evaluations; 0 means never."
+    )
+    eval_samples: int = Field(
+        default=256, ge=1, le=MOST_SAMPLES, description="Most validation samples of one evaluation."
+    )
     # For runs that have to be reproduced: another number of processes changes the order of floating-point sums.
     world_size: int | None = Field(
         default=None,
         ge=1,
+        le=MOST_PROCESSES,
         description="Processes that this file is meant for; a launch with another number is refused.",
     )
     # Chowdhery et al. (PaLM), arXiv 2204.02311, section 5.
     z_loss: float = Field(
         default=0.0,
         ge=0,
+        le=LARGEST_FACTOR,
         description="Weight of the squared log of the softmax's normaliser in the gradient; 1e-4 is customary.",
     )
     loss_chunk_tokens: int | None = Field(
         default=None,
         ge=1,
+        le=MOST_TOKENS,
         description="Logits and loss of so many tokens of a micro-batch at a time, computed again in the backward "
         "pass: saves memory where the vocabulary is large, for one more product with the head. null: all at once.",
     )
@@ -85,11 +99,13 @@ class MonitorsConfig(Section):
     interval: int = Field(
         default=10,
         ge=0,
+        le=MOST_STEPS,
         description="Steps between two looks at every layer (norms, updates, maxima); 0 means only after a skip.",
     )
     consistency_interval: int = Field(
         default=100,
         ge=0,
+        le=MOST_STEPS,
         description="Steps between two checks that weights which should be equal on several ranks are; 0 means never.",
     )
     headroom_warning: float = Field(
@@ -101,6 +117,7 @@ class MonitorsConfig(Section):
     max_skips_at_min_scale: int = Field(
         default=10,
         ge=1,
+        le=MOST_STEPS,
         description="Skips in a row at a loss scale that cannot fall (or without one) that stop the run.",
     )
 
@@ -111,6 +128,7 @@ class CheckpointConfig(Section):
     save_interval: int | None = Field(
         default=0,
         ge=0,
+        le=MOST_STEPS,
         description="Steps between two checkpoints; 0: after the last step only; null: none, and the weights are lost.",
     )
 
@@ -118,7 +136,7 @@ class CheckpointConfig(Section):
 class LoggingConfig(Section):
     """What is printed."""
 
-    interval: int = Field(default=10, ge=1, description="Steps between two printed lines.")
+    interval: int = Field(default=10, ge=1, le=MOST_STEPS, description="Steps between two printed lines.")
 
 
 def std_belongs_to_fixed(init: InitConfig) -> Iterator[Fault]:

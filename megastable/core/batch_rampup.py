@@ -15,14 +15,17 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import pairwise
 from typing import Protocol
 
 from megastable.core.errors import UserError
 
+SHOWN_FAULTS = 20
+"""Sizes that do not divide and are named; a ramp may have thousands."""
+
 
 class BatchDivisionError(UserError):
-    """Batches of a ramp that do not divide among replicas and micro-batches; ``faults`` has one line for each."""
+    """Batches of a ramp that do not divide among replicas and micro-batches; ``faults`` has a line for each named."""
 
     def __init__(self, faults: Sequence[str]) -> None:
         super().__init__("\n  ".join(["megastable.batch_rampup does not fit the layout:", *faults]))
@@ -176,16 +179,14 @@ class BatchRampup:
         Steps are never cut: the last one may consume past ``total_samples``.
 
         Raises:
-            BatchDivisionError: a global batch of the run does not divide by micro-batch size x data-parallel size; all
-                such sizes are named with their legal neighbours.
+            BatchDivisionError: a global batch of the run does not divide by micro-batch size x data-parallel size; the
+                first ``SHOWN_FAULTS`` such sizes are named with their legal neighbours.
         """
         phases: list[RampPhase] = []
-        faults: list[str] = []
         step = 0
         consumed = 0
         while _goes_on(step, consumed, total_steps, total_samples):
             batch = self.at(consumed)
-            faults += self._division_fault(batch, consumed)
             # The phase ends with the first of: the ramp's next boundary, the run's samples, the run's steps. The step
             # that crosses a boundary still has the size with which it started.
             ends = [self.schedule.next_boundary(consumed), total_samples]
@@ -196,25 +197,46 @@ class BatchRampup:
             phases.append(RampPhase(step, consumed, num_steps, batch))
             step += num_steps
             consumed += num_steps * batch.global_batch_size
-        if faults:
+        indivisible = [
+            phase for phase in phases if phase.batch.global_batch_size % self._unit(phase.batch.global_batch_size)
+        ]
+        if indivisible:
+            faults = [self._division_fault(phase) for phase in indivisible[:SHOWN_FAULTS]]
+            if len(indivisible) > SHOWN_FAULTS:
+                faults.append(f"and {len(indivisible) - SHOWN_FAULTS:,} more sizes")
             raise BatchDivisionError(faults)
         return _merge_equal_neighbours(phases)
 
-    def _division_fault(self, batch: Batch, consumed_samples: int) -> list[str]:
-        """Describe why the batch does not divide among replicas and micro-batches; nothing where it does."""
-        size = batch.global_batch_size
-        unit = self._unit(size)
-        if size % unit == 0:
-            return []
-        # Tried one by one, since the micro-batch size may change between the size and its neighbour.
-        lower = next((near for near in range(size, 0, -1) if near % self._unit(near) == 0), None)
-        upper = next(near for near in count(size) if near % self._unit(near) == 0)
-        neighbours = f"{lower} or {upper}" if lower else f"{upper}"
-        return [
-            f"global batch {size} (from sample {consumed_samples:,}) is not a multiple of "
-            f"micro-batch size {batch.micro_batch_size} x data-parallel size {self.data_parallel_size} = {unit}; "
-            f"the nearest legal sizes are {neighbours}"
-        ]
+    def _division_fault(self, phase: RampPhase) -> str:
+        """Describe why the batch of a phase does not divide among replicas and micro-batches."""
+        size = phase.batch.global_batch_size
+        lower, upper = self._legal_neighbours(size)
+        nearest = f"sizes are {lower} or {upper}" if lower else f"size is {upper}"
+        return (
+            f"global batch {size} (from sample {phase.first_sample:,}) is not a multiple of "
+            f"micro-batch size {phase.batch.micro_batch_size} x data-parallel size {self.data_parallel_size} = "
+            f"{self._unit(size)}; the nearest legal {nearest}"
+        )
+
+    def _legal_neighbours(self, size: int) -> tuple[int | None, int]:
+        """Return the nearest sizes below and above that divide among replicas and micro-batches; None for no lower."""
+        lower: int | None = None
+        # The unit may change between the size and its neighbour, so every range of one unit is asked for its own.
+        starts = [1, *(start for start, _ in self.micro_batch_size_steps)]
+        for start, following in pairwise([*starts, None]):
+            assert start is not None
+            unit = self._unit(start)
+            last = size if following is None else min(size, following - 1)
+            below = last // unit * unit
+            if below >= start:
+                lower = below
+            above = -(-max(size, start) // unit) * unit
+            if following is None or above < following:
+                return lower, above
+        raise AssertionError("the last range has no end")
+
+    def _divides(self, global_batch_size: int) -> bool:
+        return global_batch_size % self._unit(global_batch_size) == 0
 
     def _unit(self, global_batch_size: int) -> int:
         """Return what the global batch has to be a multiple of: one micro-batch on every replica."""

@@ -1,14 +1,40 @@
-"""The errors that are for the user to read, not for a traceback."""
+"""The errors that are for the user to read, not for a traceback, and text that is safe to show on a terminal."""
+
+from __future__ import annotations
+
+
+def shown(text: str, keep: str = "") -> str:
+    r"""Return ``text`` with all that a terminal would obey instead of showing it written as an escape: ``\x1b``.
+
+    Keys, paths and events come from outside, and what somebody else wrote must neither color nor clear a terminal, nor
+    forge another line, nor turn letters round. Escaped are control characters, line breaks, bidirectional marks
+    and other invisible ones, and halves of surrogate pairs, which no encoding can print.
+
+    Args:
+        keep: characters that stay as they are, such as the line breaks of a message in several lines.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() or character in keep else _escaped(character) for character in text
+    )
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
 
 
 class UserError(Exception):
     """A mistake in a file, key, value, path or layout.
 
-    Its text is one readable message that names what is wrong and what is legal. Entry points print it without
-    a traceback and exit with code 2.
+    Its text is one readable message that names what is wrong and what is legal, and is safe to show on a terminal.
+    Entry points print it without a traceback and exit with code 2.
     """
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        return shown(super().__str__(), keep="\n")
 
 
 class RunStoppedError(UserError):

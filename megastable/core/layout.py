@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isqrt
 
 from megastable.core.errors import UserError
+
+
+def divisors(number: int) -> list[int]:
+    """List the divisors of a number from 1 on, in rising order."""
+    # In pairs, of which one is at most the square root: a million devices take a thousand divisions.
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    large = [number // divisor for divisor in reversed(small)]
+    # The root of a square number stands in both.
+    return list(dict.fromkeys([*small, *large]))
 
 
 @dataclass(frozen=True)
@@ -45,11 +55,14 @@ class ParallelLayout:
             upper = lower + replica
             # Fewer processes than one replica have no smaller neighbour.
             legal = f"{lower} or {upper}" if lower else f"{upper}"
+            # A single process leaves nothing to choose.
+            instead = "stages and tensor size of 1"
+            if world_size > 1:
+                instead = f"stages and tensor size whose product divides {world_size}"
             raise UserError(
                 f"The world size {world_size} is not megastable.pipeline.num_stages ({num_stages}) x "
                 f"megastable.tensor_parallel.size ({tensor_parallel_size}) x a whole number of data-parallel replicas. "
-                f"Launch {legal} processes, or choose stages and tensor size whose "
-                f"product divides {world_size}."
+                f"Launch {legal} processes, or choose {instead}."
             )
         return cls(num_stages, world_size // replica, tensor_parallel_size)
 

@@ -62,21 +62,30 @@ def _least_squares(sums_before: Sequence[int], num_parts: int, limit: int) -> tu
     The parts are laid from the front, one after the other. For each place where the parts so far may stop, only the
     best way to get there is kept: what follows does not depend on how it was reached.
 
+    The best start of a part moves to the right as its stop does, and as the parts before it become more. So it lies
+    between that of a stop further left after one part less, and that of the next stop to the right: altogether n^2
+    starts are tried instead of n^3 (Yao, "Speed-up in dynamic programming", 1982; a square of a sum meets its
+    quadrangle inequality).
+
     Args:
         sums_before: ``sums_before[i]`` is the sum of the first i values.
     """
     count = len(sums_before) - 1
     least: dict[int, int] = {0: 0}  # stop of the parts so far -> least sum of their squares
     starts: list[dict[int, int]] = []  # for each part, its stop -> the start that gives the least
+    chosen: dict[int, int] = {}
     for part in range(1, num_parts + 1):
         # Each part needs a value, those before this one and those after; the last part takes all that are left.
         last_stop = count - (num_parts - part)
         first_stop = part if part < num_parts else count
         squares: dict[int, int] = {}
-        chosen: dict[int, int] = {}
-        for stop in range(first_stop, last_stop + 1):
+        chosen_before = chosen
+        chosen = {}
+        rightmost = last_stop - 1
+        for stop in range(last_stop, first_stop - 1, -1):
+            leftmost = chosen_before.get(stop, part - 1)
             # Starts from the right give the lightest last part first, which then stays where others only equal it.
-            for start in range(stop - 1, part - 2, -1):
+            for start in range(min(stop - 1, rightmost), leftmost - 1, -1):
                 own = sums_before[stop] - sums_before[start]
                 if own > limit:
                     break  # the starts further left are heavier still
@@ -86,6 +95,7 @@ def _least_squares(sums_before: Sequence[int], num_parts: int, limit: int) -> tu
                 if total < squares.get(stop, math.inf):
                     squares[stop] = total
                     chosen[stop] = start
+            rightmost = chosen.get(stop, rightmost)
         starts.append(chosen)
         least = squares
     return _traced_back(starts, count)
@@ -218,6 +228,8 @@ def _by_block_counts(counts: Sequence[int], num_layers: int) -> tuple[int, ...]:
     return (0, *ends[:-1], num_layers)
 
 
+# The layers of a model have few classes, and each is asked for once a layer.
+@lru_cache(maxsize=512)
 def matches_type(class_name: str, pattern: str) -> bool:
     """Tell whether ``type:pattern`` counts a class: it matches anywhere in the name, in whatever case."""
     return re.search(pattern, class_name, re.IGNORECASE) is not None

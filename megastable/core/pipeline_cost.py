@@ -16,6 +16,8 @@ FORWARD = 0
 BACKWARD = 1
 Pass = tuple[int, int]
 """(FORWARD or BACKWARD, micro-batch)."""
+MOST_PLAYED = 200_000
+"""Passes of a step that are played before the rest is extrapolated, a few tenths of a second."""
 STEADY_TOLERANCE = 1e-9
 """Relative, between what a further micro-batch adds and what the slowest stage needs for it."""
 
@@ -99,14 +101,17 @@ def pipeline_seconds(passes: PassSeconds, num_microbatches: int) -> float:
     """Return the seconds from the first pass to the last.
 
     Once the pipeline runs steadily, a further micro-batch adds what the slowest stage needs for it, so a long step is
-    played only until that is so. The nearer the other stages are to the slowest, the later it becomes steady.
+    played only until that is so. The nearer the other stages are to the slowest, the later it becomes steady; but then
+    the sooner a micro-batch adds nearly as much, which is taken for steady after ``MOST_PLAYED`` passes.
     """
+    num_stages = len(passes.forward)
     # With no more micro-batches than stages, the pipeline does not even fill.
-    played = len(passes.forward) + 1
+    played = num_stages + 1
     while played < num_microbatches:
         seconds = simulate(passes, played)
         added = seconds - simulate(passes, played - 1)
-        if abs(added - passes.slowest_stage) <= STEADY_TOLERANCE * passes.slowest_stage:
+        is_steady = abs(added - passes.slowest_stage) <= STEADY_TOLERANCE * passes.slowest_stage
+        if is_steady or 2 * played * num_stages > MOST_PLAYED:
             return seconds + (num_microbatches - played) * passes.slowest_stage
         # Doubled, so that however late it becomes steady, at most about twice the passes needed for that are played.
         played *= 2

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from megastable.config import DataConfig, ModelConfig
 from megastable.core.errors import UserError
+from megastable.core.user_paths import expanded
 from megastable.data.cache_folder import build_once
 from megastable.data.dataset import TokenArray, TokenDataset
 from megastable.data.progress import note
@@ -77,7 +78,7 @@ def prepare_corpus(data: DataConfig, model: ModelConfig, *, show_progress: bool)
     source = open_source(data.source)
     for remark in source.remarks():
         note(f"{source.name}: {remark}", show=show_progress)
-    cache_dir = Path(data.cache_dir or DEFAULT_CACHE_DIR).expanduser()
+    cache_dir = expanded(data.cache_dir or DEFAULT_CACHE_DIR)
     folder = _find_folder(cache_dir / "tokens", data, model, source, show_progress)
 
     def build(unfinished: Path) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from megastable.config import HfSourceConfig
 from megastable.core.errors import UserError, first_line
+from megastable.core.user_paths import expanded
 
 
 class HfRows:
@@ -66,7 +66,7 @@ def _load(spec: HfSourceConfig) -> Any:
     # Imported here, because it takes a second that other sources need not spend.
     from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
-    path = Path(spec.path).expanduser()
+    path = expanded(spec.path)
     what = f"datasets cannot open {spec.path} (name {spec.name!r}, split {spec.split!r})"
     try:
         # save_to_disk leaves one of these files; anything else is for load_dataset, be it a folder or a name.

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from megastable.config import StdlibSourceConfig, TextSourceConfig
 from megastable.core.errors import UserError
+from megastable.core.user_paths import expanded
 
 NOT_LIBRARY_CODE = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"})
 """Folders under the standard library that hold other packages, tests, or what some distributions leave out."""
@@ -94,7 +95,7 @@ def open_stdlib(_: StdlibSourceConfig) -> TextFiles:
 
 def open_text(spec: TextSourceConfig) -> TextFiles:
     """Open a file, a folder with all its subfolders, or what a glob matches."""
-    path = Path(spec.path).expanduser()
+    path = expanded(spec.path)
     # What exists is meant by its own name, even where the name has a bracket or star in it.
     if path.is_file():
         return TextFiles(path.parent, [path], name=spec.path)

@@ -23,6 +23,7 @@ from megastable.config import (
     TransformersTokenizerConfig,
 )
 from megastable.core.errors import UserError, first_line
+from megastable.core.user_paths import expanded
 from megastable.data.byte_level import END_OF_TEXT, NUM_BYTES, byte_characters, byte_level, save_tokenizer
 from megastable.data.seams import pieces_between_words
 from megastable.data.tokenizer_interface import TextTokenizer, TokenizerKind
@@ -187,7 +188,7 @@ class TransformersKind:
     def identity(self, spec: TransformersTokenizerConfig, model: ModelConfig) -> str:
         """Hash the name, and the content of a folder's tokenizer files."""
         digest = hashlib.sha256(spec.path.encode())
-        folder = Path(spec.path).expanduser()
+        folder = expanded(spec.path)
         # A name on the hub is trusted to stay the same tokenizer: to ask would take a connection at every start.
         files = folder.iterdir() if folder.is_dir() else []
         # Sorted, because a file system lists them in any order.
@@ -209,7 +210,7 @@ class TransformersKind:
         key = "megastable.data.tokenizer.path"
         try:
             # False, and not left out: then transformers asks on the terminal whether to run a folder's own code.
-            loaded = AutoTokenizer.from_pretrained(str(Path(spec.path).expanduser()), trust_remote_code=False)
+            loaded = AutoTokenizer.from_pretrained(str(expanded(spec.path)), trust_remote_code=False)
         except Exception as error:
             # Broken files raise errors of many types, tokenizers even plain ones.
             why = f"transformers finds no tokenizer in {spec.path}: {first_line(error)}"

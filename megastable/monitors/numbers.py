@@ -48,10 +48,14 @@ class Headroom(Monitor):
         values = watched.layers[watched.headroom_layer]
         # Blocks alone have attention logits.
         kind = max(("max_activation", "max_attention_logit"), key=lambda name: values.get(name, 0.0))
+        number_format = self.plan.run.number_format
+        if math.isfinite(watched.headroom):
+            share = f"{watched.headroom:.0%} of what {number_format} can hold: it may overflow soon"
+        else:
+            share = f"more than {number_format} can hold"
         yield seen.event(
             "warning",
-            f"{kind} of {watched.headroom_layer} is {values[kind]:.4g}, {watched.headroom:.0%} of what "
-            f"{self.plan.run.number_format} can hold: it may overflow soon",
+            f"{kind} of {watched.headroom_layer} is {values[kind]:.4g}, {share}",
             layer=watched.headroom_layer,
             headroom=watched.headroom,
         )
@@ -155,10 +159,12 @@ class SkippedSteps(Monitor):
                 f"{skips} {reason}. So look at the data: an id of a token that the vocabulary does not have gives such "
                 "a loss. The weights are those before these steps. Go on from a checkpoint before the first of them."
             )
+        advice = "a lower learning rate, a longer warmup or a smaller init std"
+        if self._fp16.enabled:
+            advice += "; on a device that has bf16, take that instead of fp16"
         return (
             f"{skips} {reason}, and {scale}. {self._where_it_overflows(seen.result.watched)} The weights are those "
-            "before these steps. Go on from a checkpoint before the first of them with a lower learning rate, a longer "
-            "warmup or a smaller init std; on a device that has bf16, take that instead of fp16."
+            f"before these steps. Go on from a checkpoint before the first of them with {advice}."
         )
 
     def _where_it_overflows(self, watched: Watched | None) -> str:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,8 +17,10 @@ from megastable.config import RunConfig, load_run_file
 from megastable.core.batch_rampup import Batch, global_batch_sizes
 from megastable.core.devices import DEVICES
 from megastable.core.errors import UserError
+from megastable.core.layout import divisors
 from megastable.core.memory import GIB
 from megastable.core.pipeline_cost import PipelineCost
+from megastable.core.user_paths import expanded
 from megastable.planning.calibration import Calibration, load_calibration
 from megastable.planning.data_sheet_cost import Machine, step_cost
 from megastable.planning.memory import stage_memory
@@ -88,27 +90,29 @@ class MicroBatchChoice:
 
     def _splits(self, global_batch_size: int) -> list[Batch]:
         samples = global_batch_size // self.data_parallel_size
-        sizes = [size for size in range(1, samples + 1) if samples % size == 0]
-        return [Batch(global_batch_size, size, samples // size) for size in sizes]
+        return [Batch(global_batch_size, size, samples // size) for size in divisors(samples)]
 
     def _step_seconds(self, batch: Batch) -> float:
         return self.cost.step_seconds(batch.micro_batch_size, batch.num_microbatches)
 
 
-def load_plan(path: Path, num_devices: int | None, choose: bool = True) -> tuple[RunPlan, bool]:
+def load_plan(
+    path: Path, num_devices: int | None, choose: bool = True, overrides: Sequence[str] = ()
+) -> tuple[RunPlan, bool]:
     """Read a run file and plan it; return the plan, and whether the number of devices was only assumed.
 
     Args:
         num_devices: None as in ``number_of_devices``.
         choose: make the choice of micro-batch sizes, where the file leaves it open; without it they are of one sample.
+        overrides: of keys of the file, see ``load_run_file``.
 
     Raises:
         UserError: the file cannot be read, holds faults or does not fit the devices; or its micro-batch sizes are to be
             chosen, and cannot be.
     """
-    devices, assumed = number_of_devices(load_run_file(path), num_devices)
+    devices, assumed = number_of_devices(load_run_file(path, overrides), num_devices)
     # Read again: only a number of devices lets the rules of the layout be checked, and only the file gives the number.
-    run = load_run_file(path, world_size=devices)
+    run = load_run_file(path, overrides, devices)
     if choose:
         run = with_chosen_micro_batches(run, devices)
     return RunPlan.of(run, devices), assumed
@@ -201,7 +205,7 @@ def _calibration(plan: RunPlan) -> Calibration:
         machine = Machine.of(name)
         assert machine is not None
         return Calibration(step_cost(plan, machine), machine.device.usable_bytes, f"the data sheet of {name.upper()}")
-    path = Path(name).expanduser()
+    path = expanded(name)
     if not path.is_file():
         raise UserError(f"{CALIBRATION_KEY} = {name}: is neither a file nor one of {', '.join(DEVICES)}")
     return load_calibration(path, plan)

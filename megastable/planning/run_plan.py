@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -119,16 +120,17 @@ def recomputation(run: RunConfig) -> Recomputation:
     return Recomputation(settings.pipeline.recomputed_kinds, head=settings.training.loss_chunk_tokens is not None)
 
 
-def load_run(path: Path, asked: int | None) -> tuple[RunConfig, int]:
+def load_run(path: Path, asked: int | None, overrides: Sequence[str] = ()) -> tuple[RunConfig, int]:
     """Read a run file, and return it with its number of devices; the file is not checked against their layout.
 
     Args:
         asked: devices; None as in ``number_of_devices``.
+        overrides: of keys of the file, see ``load_run_file``.
 
     Raises:
         UserError: the file cannot be read or holds faults.
     """
-    run = load_run_file(path)
+    run = load_run_file(path, overrides)
     devices, _ = number_of_devices(run, asked)
     return run, devices
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from megastable.config import ConfigError, RunConfig, run_from_dict
 from megastable.core.batch_rampup import RunLength
+from megastable.core.layout import divisors
 from megastable.core.memory import GIB
 from megastable.planning.data_sheet_cost import Machine, step_cost
 from megastable.planning.forecast import phase_speed
@@ -103,15 +104,11 @@ def _layouts(run: RunConfig, devices: int) -> Iterator[list[Candidate]]:
     """List all that can be varied, for every way to share the devices among stages, replicas and tensor ranks."""
     starts = _ramp_starts(run)
     # Stages and tensor ranks of a replica must divide the devices; replicas take what is left.
-    for stages in _divisors(devices):
-        for tensor in _divisors(devices // stages):
+    for stages in divisors(devices):
+        for tensor in divisors(devices // stages):
             replicas = devices // stages // tensor
             variants = product(MICRO_BATCH_SIZES, (False, True), starts)
             yield [Candidate(stages, replicas, tensor, *variant) for variant in variants]
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _refusal(run: RunConfig, candidate: Candidate) -> str | None:

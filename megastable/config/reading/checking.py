@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megastable.config.cross_rules import LaunchedRun
+from megastable.config.limits import LARGEST_BATCH
 from megastable.config.reading.faults import NO_VALUE, Fault
 from megastable.config.reading.messages import (
     Path,
@@ -129,6 +130,6 @@ def _launched_run(raw: Mapping[str, Any], world_size: int | None) -> dict[type[S
     key = "train_micro_batch_size_per_gpu"
     size = raw.get(key, RunConfig.model_fields[key].default)
     # An illegal size is listed already, and no batch can be divided by it. type(): true is 1 to Python.
-    if world_size is None or type(size) is not int or size < 1:
+    if world_size is None or type(size) is not int or not 1 <= size <= LARGEST_BATCH:
         return {}
     return {LaunchedRun: LaunchedRun(world_size=world_size, micro_batch_size=size)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from megastable.core.errors import UserError
+from megastable.core.errors import UserError, shown
 
 LONGEST_SHOWN_VALUE: Final = 60
 
@@ -31,11 +31,12 @@ class Fault:
     message: str
 
     def __str__(self) -> str:
-        if not self.path:
-            return self.message
-        if self.value is NO_VALUE:
-            return f"{self.path}: {self.message}"
-        return f"{self.path} = {short_json(self.value)}: {self.message}"
+        text = self.message
+        if self.path:
+            value = "" if self.value is NO_VALUE else f" = {short_json(self.value)}"
+            text = f"{self.path}{value}: {self.message}"
+        # A fault is one line, whatever stands in the file.
+        return shown(text)
 
 
 class ConfigError(UserError):
@@ -50,7 +51,7 @@ class ConfigError(UserError):
     def __str__(self) -> str:
         count = len(self.faults)
         plural = "s" if count != 1 else ""
-        return "\n  ".join([f"{self.source}: {count} fault{plural}", *map(str, self.faults)])
+        return "\n  ".join([f"{shown(self.source)}: {count} fault{plural}", *map(str, self.faults)])
 
 
 class UnreadableRunFileError(ConfigError):

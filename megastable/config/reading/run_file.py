@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megastable.config.limits import DEEPEST_NESTING
 from megastable.config.reading.checking import check
-from megastable.config.reading.faults import NO_VALUE, ConfigError, Fault, UnreadableRunFileError
+from megastable.config.reading.faults import LONGEST_SHOWN_VALUE, NO_VALUE, ConfigError, Fault, UnreadableRunFileError
 from megastable.config.run_config import RunConfig
 
 
@@ -81,10 +82,19 @@ def _read(path: Path) -> tuple[Any, list[Fault]]:
             f"is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg} "
             "(comments and trailing commas are not JSON)"
         )
-    except (ValueError, RecursionError) as error:
-        # Numbers of more digits than Python reads, and brackets nested deeper than its parser goes.
-        message = f"is not valid JSON: {error}"
+    except NestedTooDeepError as error:
+        message = str(error)
+    except ValueError as error:
+        # Numbers of more digits than Python reads, and what no path can hold.
+        message = f"cannot be read: {error}"
     raise UnreadableRunFileError(str(path), [Fault("", NO_VALUE, message)])
+
+
+class NestedTooDeepError(Exception):
+    """Refuses JSON with more brackets within brackets than any run file has."""
+
+    def __str__(self) -> str:
+        return f"must not be nested deeper than {DEEPEST_NESTING} brackets"
 
 
 class _Pairs(list[tuple[str, Any]]):
@@ -97,26 +107,53 @@ def parse_json(text: str, prefix: str = "") -> tuple[Any, list[Fault]]:
     Raises:
         json.JSONDecodeError: not JSON.
         ValueError: a number too long to read.
+        NestedTooDeepError: brackets within brackets, deeper than Python's parser or ``DEEPEST_NESTING`` goes.
     """
     faults: list[Fault] = []
     # Left to itself, json.loads silently keeps the last of two equal keys.
-    return _without_repeated_keys(json.loads(text, object_pairs_hook=_Pairs), prefix, faults), faults
+    try:
+        pairs = json.loads(text, object_pairs_hook=_Pairs)
+    except RecursionError as error:
+        raise NestedTooDeepError from error
+    return _without_repeated_keys(pairs, prefix, faults, DEEPEST_NESTING), faults
 
 
-def _without_repeated_keys(value: Any, path: str, faults: list[Fault]) -> Any:
-    """Turn pairs into dictionaries at every depth, and add a fault for every repeated key to ``faults``."""
+def _without_repeated_keys(value: Any, path: str, faults: list[Fault], levels_left: int) -> Any:
+    """Turn pairs into dictionaries at every depth, and add a fault for every repeated key to ``faults``.
+
+    Raises:
+        NestedTooDeepError: lists and objects in more than ``levels_left`` levels.
+    """
+    # All that reads the values later (pydantic, json.dumps, copy.deepcopy) may rely on this bound.
+    if isinstance(value, list) and levels_left == 0:
+        raise NestedTooDeepError
     if isinstance(value, _Pairs):
         result: dict[str, Any] = {}
-        for key, item in value:
+        for name, item in value:
+            key = _as_text(name, path, faults)
             item_path = f"{path}.{key}".removeprefix(".")
-            plain_item = _without_repeated_keys(item, item_path, faults)
+            plain_item = _without_repeated_keys(item, item_path, faults, levels_left - 1)
             if key in result:
                 faults.append(Fault(item_path, plain_item, "given twice; remove one of them"))
             result[key] = plain_item
         return result
+    if isinstance(value, str):
+        return _as_text(value, path, faults)
     if isinstance(value, list):
-        return [_without_repeated_keys(item, f"{path}[{index}]", faults) for index, item in enumerate(value)]
+        return [
+            _without_repeated_keys(item, f"{path}[{index}]", faults, levels_left - 1)
+            for index, item in enumerate(value)
+        ]
     return value
+
+
+def _as_text(text: str, path: str, faults: list[Fault]) -> str:
+    """Return ``text``; where it is none, add a fault, and return it with marks in place of what no encoding holds."""
+    # JSON can write half of a surrogate pair as an escape, which neither a file name nor pydantic takes.
+    whole = text.encode("utf-8", "replace").decode("utf-8")
+    if whole != text:
+        faults.append(Fault(path, text, "is no text: it holds half of a surrogate pair"))
+    return whole
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[Fault]:
@@ -126,10 +163,14 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[Fault
     """
     faults: list[Fault] = []
     for override in overrides:
-        path, equals, text = override.partition("=")
+        # What a shell hands over that is no UTF-8 stands for nothing that a run file can hold.
+        path, equals, text = _as_text(override, "", faults).partition("=")
         keys = path.strip().split(".")
         if not equals or not all(keys):
-            faults.append(Fault("", NO_VALUE, f"override {override!r}: must be path.to.key=value"))
+            faults.append(Fault("", NO_VALUE, f"override {_cut(override)}: must be path.to.key=value"))
+            continue
+        if len(keys) > DEEPEST_NESTING:
+            faults.append(Fault("", NO_VALUE, f"override {_cut(override)}: {NestedTooDeepError()}"))
             continue
         value, value_faults = _read_value(text, path)
         faults += value_faults + _write(raw, keys, value)
@@ -139,9 +180,18 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[Fault
 def _read_value(text: str, path: str) -> tuple[Any, list[Fault]]:
     try:
         return parse_json(text, path)
+    except NestedTooDeepError as error:
+        return None, [Fault(path, NO_VALUE, str(error))]
     except ValueError:
         # So that nobody has to quote quotes in a shell: type=cosine instead of 'type="cosine"'.
         return text, []
+
+
+def _cut(override: str) -> str:
+    """Quote an override, cut where it is long."""
+    if len(override) > LONGEST_SHOWN_VALUE:
+        override = override[: LONGEST_SHOWN_VALUE - 3] + "..."
+    return repr(override)
 
 
 def _write(raw: dict[str, Any], keys: list[str], value: Any) -> list[Fault]:

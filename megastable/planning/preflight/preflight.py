@@ -97,6 +97,7 @@ def preflight(
     world_size: int | None,
     gpus: Sequence[Gpu],
     look_at_text: Callable[[SourceConfig], LocalText | None],
+    overrides: Sequence[str] = (),
 ) -> list[Finding]:
     """Review a run file, and return all findings, gravest first.
 
@@ -107,15 +108,16 @@ def preflight(
             itself.
         gpus: the kinds of GPU that it is to run on, as far as they are known.
         look_at_text: measures the text of a source; returns None for one that would have to be downloaded.
+        overrides: of keys of the file, see ``load_run_file``.
 
     Raises:
         UserError: the file cannot be read.
     """
     try:
-        run = load_run_file(path, world_size=world_size)
+        run = load_run_file(path, overrides, world_size)
         processes, assumed = number_of_devices(run, world_size)
         # Read again: the rules of the layout need the number of processes, which may stand in the file.
-        run = load_run_file(path, world_size=processes)
+        run = load_run_file(path, overrides, processes)
     except UnreadableRunFileError:
         # There is nothing to review, as where the path is wrong.
         raise

@@ -23,6 +23,7 @@ LEAVES = [
     if not isinstance(value_at(FULL, path), dict) and not path.startswith(SOURCE_AND_TOKENIZER)
 ]
 sizes = st.integers(1, 10**6)
+batch_sizes = st.integers(1, 20_000)
 json_values = st.recursive(
     st.none()
     | st.booleans()
@@ -46,11 +47,11 @@ amounts = st.one_of(
 
 @st.composite
 def ramps(draw: st.DrawFn) -> dict[str, Any]:
-    start, increment, count = draw(sizes), draw(sizes), draw(st.integers(1, 50))
+    start, increment, count = draw(batch_sizes), draw(batch_sizes), draw(st.integers(1, 50))
     length = draw(st.sampled_from(["ramp_samples", "samples_per_increment"]))
     linear = {"start": start, "increment": increment, "final": start + count * increment, length: draw(sizes)}
     starts = sorted(draw(st.sets(sizes, max_size=4)))
-    batches = sorted(draw(st.lists(sizes, min_size=len(starts) + 1, max_size=len(starts) + 1)))
+    batches = sorted(draw(st.lists(batch_sizes, min_size=len(starts) + 1, max_size=len(starts) + 1)))
     steps = {"steps": [list(pair) for pair in zip([0, *starts], batches, strict=True)]}
     return draw(st.sampled_from([linear, steps, {"final": start}]))
 
@@ -75,7 +76,7 @@ def legal_runs(draw: st.DrawFn) -> dict[str, Any]:
     name = draw(st.sampled_from(list(LR_SCHEDULES)))
     keys = {
         "decay": draw(amounts),
-        "min_lr": draw(st.floats(0, lr)),
+        "min_lr": draw(st.floats(1e-10, lr)),  # not 0, at which a decay without length is refused
         "step_interval": draw(st.none() | amounts),
         "step_factor": draw(st.none() | st.floats(0, 1, exclude_min=True, exclude_max=True)),
     }

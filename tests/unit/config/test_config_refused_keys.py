@@ -39,6 +39,7 @@ def test_reason_says_what_to_do(reason: str) -> None:
 
 def test_advice_names_keys_that_exist() -> None:
     legal = {*key_paths(FULL), "metrics.jsonl", "megastable.training.total_samples"}
+    legal |= {"megastable.tensor_parallel.size", "megastable.tensor_parallel.sequence_parallel"}
     words = {word.strip('.,;:()"') for reason in REFUSED_KEYS.values() for word in reason.split()}
     assert {word for word in words if "." in word} <= legal
 

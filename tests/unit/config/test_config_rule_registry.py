@@ -175,6 +175,17 @@ NEEDS = (
     ),
     Need(stages.every_stage_has_weights, stages.type_matches_a_class, (f"{STAGES}=2", f"{PARTITION}=type:linear"), 2),
     Need(
+        stages.every_stage_has_weights,
+        stages.deepspeed_finds_the_cut,
+        ("megastable.model.num_layers=260", f"{STAGES}=100", f"{PARTITION}=type:norm"),
+        world_size=100,
+    ),
+    Need(
+        cross_rules.some_step_has_a_learning_rate,
+        cross_rules.warmup_ends_before_decay,
+        (f"{LR}.warmup=1", f"{LR}.decay=0"),
+    ),
+    Need(
         cross_rules.accumulation_fits_the_format,
         cross_rules.one_number_format,
         ("fp16.enabled=true", "bf16.enabled=true", "data_types.grad_accum_dtype=bf16"),

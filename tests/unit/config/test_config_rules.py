@@ -58,6 +58,12 @@ CASES = (
             (f"{M}.pipeline.num_stages=3", "[3, 1]", "[2, 1, 1]"),
         )
     ),
+    Case(
+        "deepspeed_finds_the_cut",
+        (f"{M}.pipeline.num_stages=128", f"{M}.model.num_layers=200", f"{PARTITION}=parameters"),
+        PARTITION,
+        (f"{M}.pipeline.num_stages=64", f"{M}.model.num_layers=200", f"{PARTITION}=parameters"),
+    ),
     Case("type_matches_a_class", (f"{PARTITION}=type:linear",), PARTITION, (f"{PARTITION}=type:transformer",)),
     *(
         Case(
@@ -208,9 +214,21 @@ CASES = (
     ),
     Case(
         "ramp_reaches_final",
+        (f'{M}.batch_rampup={{"start": 1, "increment": 1, "final": 10002, "ramp_samples": 9}}',),
+        f"{M}.batch_rampup.increment",
+        (f'{M}.batch_rampup={{"start": 1, "increment": 1, "final": 10001, "ramp_samples": 9}}',),
+    ),
+    Case(
+        "ramp_reaches_final",
         (f'{M}.batch_rampup={{"start": 8, "increment": 10, "final": 32, "ramp_samples": 9}}',),
         f"{M}.batch_rampup.final",
         (f'{M}.batch_rampup={{"start": 8, "increment": 24, "final": 32, "ramp_samples": 9}}',),
+    ),
+    Case(
+        "ramp_reaches_final",
+        (f'{M}.batch_rampup={{"start": 1, "increment": 1, "final": 10002, "ramp_samples": 9}}',),
+        f"{M}.batch_rampup.increment",
+        (f'{M}.batch_rampup={{"start": 1, "increment": 1, "final": 10001, "ramp_samples": 9}}',),
     ),
     Case(
         "ramp_reaches_final",
@@ -374,6 +392,24 @@ CASES = (
         f"{M}.lr_schedule.warmup",
         (f"{M}.lr_schedule.warmup=1001", f"{M}.lr_schedule.type=constant"),
     ),
+    *(
+        Case(
+            "some_step_has_a_learning_rate",
+            (f"{M}.lr_schedule.warmup=0", f"{M}.lr_schedule.decay={decay}", *length),
+            f"{M}.lr_schedule.decay",
+            (f"{M}.lr_schedule.warmup=0", f"{M}.lr_schedule.decay={decay}", *length, cure),
+        )
+        for decay, length, cure in (
+            ("0", (), f"{M}.lr_schedule.min_lr=1e-5"),
+            ('{"tokens": 63}', (), f"{M}.lr_schedule.decay=1"),
+            ('{"fraction": 0.0001}', (), f"{M}.training.total_samples=10000"),
+            (
+                '{"fraction": 0.0}',
+                (f"{M}.training.total_samples=null", f"{M}.training.total_steps=9"),
+                f"{M}.lr_schedule.decay=1",
+            ),
+        )
+    ),
     Case(
         "stable_ends_between",
         (*STABLE, f'{M}.lr_schedule.stable={{"fraction": 0.04}}'),
@@ -498,7 +534,11 @@ def test_unfit_ramp_names_the_legal_neighbours() -> None:
         ("[2, -1]", "the number of blocks of every stage"),
         ("[2, 2.0]", "the number of blocks of every stage"),
         ("3", "the number of blocks of every stage"),
-        ("type:(", "no regular expression after type:"),
+        ("type:[", "no regular expression after type:"),
+        ("type:a{99999999999}", "no regular expression after type:"),
+        ("type:(a+)+b", "must have no groups"),
+        ("type:.*.*.*.*b", "at most 3 repetitions"),
+        ("type:" + "a" * 101, "100 characters"),
     ],
 )
 def test_a_partition_that_is_none_is_refused_with_what_there_is(value: str, says: str) -> None:

@@ -57,9 +57,20 @@ def test_not_an_object(tmp_path: Path, text: str) -> None:
     assert "must hold a JSON object" in refusal(written(tmp_path, text))
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, f'{{"a": {"9" * 5000}}}'], ids=["deep", "long number"])
-def test_json_beyond_the_parser(tmp_path: Path, text: str) -> None:
-    assert "is not valid JSON" in refusal(written(tmp_path, text))
+@pytest.mark.parametrize("depth", [33, 500, 100_000])
+def test_json_that_is_nested_deeper_than_any_run_file(tmp_path: Path, depth: int) -> None:
+    brackets = "[" * depth + "]" * depth
+    says = "must not be nested deeper than 32 brackets"
+    assert says in refusal(written(tmp_path, f'{{"optimizer": {brackets}}}'))
+    (fault,) = [
+        fault for fault in faults_of(MINIMAL, (f"train_micro_batch_size_per_gpu={brackets}",)) if says in str(fault)
+    ]
+    assert fault.path == "train_micro_batch_size_per_gpu"
+    assert says in str(faults_of(MINIMAL, (".".join(["a"] * depth) + "=1",))[0])
+
+
+def test_a_number_that_python_does_not_read(tmp_path: Path) -> None:
+    assert "cannot be read" in refusal(written(tmp_path, f'{{"a": {"9" * 5000}}}'))
 
 
 def test_not_text(tmp_path: Path) -> None:

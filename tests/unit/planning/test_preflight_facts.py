@@ -47,10 +47,13 @@ def test_which_gpus_have_tensor_cores() -> None:
     assert [has_tensor_cores(gpu) for gpu in (V100, A100, P100, GTX_1660)] == [True, True, False, False]
 
 
-def test_text_files_are_counted_without_being_read(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\xff" * 10)
+def test_text_files_are_counted_by_their_sizes_and_others_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("ten bytes.")
     (tmp_path / "b.txt").write_text("four")
-    assert look_at_text(TextSourceConfig(type="text", path=str(tmp_path))) == LocalText(2, 14)
+    (tmp_path / "c.bin").write_bytes(b"\xff" * 100)
+    # Only the beginning of a file is looked at, where this one is text.
+    (tmp_path / "d.txt").write_bytes(b"a" * 100_000 + b"\xff")
+    assert look_at_text(TextSourceConfig(type="text", path=str(tmp_path))) == LocalText(3, 100_015)
 
 
 def test_text_that_is_not_there_is_reported() -> None:

@@ -15,6 +15,7 @@ import torch
 
 from megastable.core.checkpoint_folder import folder_name, newest_complete, step_folders
 from megastable.core.errors import UserError
+from megastable.core.init_std import INIT_SCHEMES
 from tests.support.launches import metrics, train_command, write_run_file
 from tests.support.scripts import FinishedScript, run_script
 
@@ -56,15 +57,20 @@ def copy_of(trained: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
 # Stops
 
 
+def draw_weights_that_overflow() -> None:
+    """Let the scheme fixed draw with a std that no run file may have."""
+    INIT_SCHEMES["fixed"] = lambda size, std: 1e30
+
+
 def test_overflows_at_every_step_of_bf16_stop_the_run_on_all_ranks_with_a_diagnosis(tmp_path: Path) -> None:
     run_file = write_run_file(
         tmp_path,
         bf16={"enabled": True},
-        megastable__init={"scheme": "fixed", "std": 1e30},
+        megastable__init={"scheme": "fixed", "std": 1.0},
         megastable__monitors={"max_skips_at_min_scale": 3},
         megastable__checkpoint={"save_interval": 3},
     )
-    finished = run(run_file, tmp_path / "run")
+    finished = run(run_file, tmp_path / "run", first=draw_weights_that_overflow)
     assert finished.exit_codes == [3, 3], finished.output
     assert "the run stops at step 3" in finished.outputs[0]
     assert "(stage 0 of 2), the first such layer, is not finite" in finished.outputs[0]

@@ -139,8 +139,13 @@ def test_a_killed_run_continues_exactly_beside_another_run(lives: Lives) -> None
     assert expected[-1]["layers"]["block_0"].keys() >= {"grad_norm", "update_ratio", "max_attention_logit"}
     assert all("loss_volatility" in row for row in expected[2:])
     events, balance = events_and_balance(lives.whole_dir)
-    assert events_and_balance(lives.killed_dir) == (events, balance)
-    assert [event["kind"] for event in events] == ["first_loss", "ramp", "ramp"]
+    resumed_events, resumed_balance = events_and_balance(lives.killed_dir)
+    assert sum(event["kind"] == "resume" for event in resumed_events) == 1
+    assert [event for event in resumed_events if event["kind"] != "resume"] == events
+    assert resumed_balance == balance
+    kinds = [event["kind"] for event in events]
+    assert [kind for kind in kinds if kind != "epoch"] == ["first_loss", "ramp", "ramp"]
+    assert kinds.count("epoch") == int(expected[-1]["epoch"]) > 1
     assert balance == [("stage_balance", 10)]
     assert expected[-1]["loss"] < expected[0]["loss"] - 1
     assert "unigram entropy of the text" in lives.whole_output

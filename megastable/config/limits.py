@@ -16,8 +16,8 @@ LARGEST_INNER_WIDTH: Final = 2**23
 LONGEST_SEQUENCE: Final = 2**20
 LARGEST_VOCABULARY: Final = 2**24
 
-# The layout. What is simulated of a pipeline grows with the square of its stages.
-MOST_STAGES: Final = 256
+# The layout. What is simulated of a pipeline grows with the square of its stages, for each of a ramp's batches.
+MOST_STAGES: Final = 128
 MOST_TENSOR_RANKS: Final = 1_024
 MOST_PROCESSES: Final = 1_000_000
 

@@ -88,6 +88,15 @@ class BatchRampupConfig(Section):
         """Tell whether micro-batch sizes are to be chosen, or were."""
         return self.micro_batch_size == "auto"
 
+    @property
+    def num_sizes(self) -> int:
+        """Count the sizes that a sound ramp has."""
+        if self.steps is not None:
+            return len(self.steps)
+        if self.start is None or self.increment is None or self.final is None:
+            return 1
+        return (self.final - self.start) // self.increment + 1
+
     def schedule(self) -> GlobalBatchSchedule:
         """Return the ramp in whichever form it has; the rules have found it sound."""
         if self.steps is not None:

@@ -26,8 +26,10 @@ LARGEST_BATCH: Final = 2**20
 MOST_SAMPLES: Final = 10**12
 MOST_TOKENS: Final = 10**18
 MOST_STEPS: Final = 10**9
-MOST_INCREMENTS: Final = 10_000
+MOST_INCREMENTS: Final = 1_000
 """Of a ramp; every increment is a phase that is planned by itself."""
+MOST_TRIED_BY_AUTO: Final = 50_000
+"""Batches of a ramp x stages^2, to which the time grows in which "auto" tries every split of every batch."""
 LONGEST_LIST: Final = 1_000
 """Entries of a list of steps."""
 

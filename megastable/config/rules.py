@@ -21,6 +21,7 @@ from megastable.config.batch_rampup import (
 from megastable.config.cross_rules import (
     accumulation_fits_the_format,
     auto_starts_from_one_sample,
+    auto_tries_few_splits,
     batches_divide_among_replicas,
     bpe_fits_the_model,
     bytes_fit_the_model,
@@ -115,6 +116,7 @@ RULES: tuple[Rule, ...] = (
     Rule(micro_batch_steps_rise),
     Rule(auto_goes_by_a_calibration),
     Rule(auto_chooses_every_size),
+    Rule(auto_tries_few_splits, needs=(ramp_has_one_form, ramp_reaches_final)),
     Rule(one_run_length),
     # Number formats and the optimizer.
     Rule(one_number_format),

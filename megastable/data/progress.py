@@ -6,13 +6,15 @@ import sys
 from collections.abc import Iterable
 from typing import TypeVar
 
+from megastable.core.errors import shown
+
 Item = TypeVar("Item")
 
 
 def note(line: str, *, show: bool) -> None:
     """Print ``line`` on stderr, at once, so that it stands in a log before the work that it announces."""
     if show:
-        print(line, file=sys.stderr, flush=True)
+        print(shown(line), file=sys.stderr, flush=True)
 
 
 def track(items: Iterable[Item], description: str, total: int, *, show: bool) -> Iterable[Item]:

@@ -12,13 +12,15 @@ from typing import TypeVar
 import torch.distributed
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from megastable.core.errors import UserError
+from megastable.core.errors import UserError, shown
 from megastable.engine.process_group import COLLECTIVE_TIMEOUT, Peer
 
 BEAT_SECONDS = 5.0
 POLL_SECONDS = 0.05
 SILENCE_SECONDS = COLLECTIVE_TIMEOUT.total_seconds()
 REPORT_SECONDS = 30.0
+DONE = "done"
+FAILED = "failed"
 
 Result = TypeVar("Result")
 
@@ -74,13 +76,15 @@ def _showing_life(store: Store, rank: int) -> Iterator[None]:
 
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
+    end = FAILED
     try:
         yield
+        end = DONE
     finally:
         ended.set()
         thread.join()
         with contextlib.suppress(torch.distributed.DistError):
-            store.set(f"done/{rank}", "1")
+            store.set(f"done/{rank}", end)
 
 
 def _wait_for(store: Store, rank: int, workers: list[Peer]) -> None:
@@ -88,6 +92,7 @@ def _wait_for(store: Store, rank: int, workers: list[Peer]) -> None:
 
     Raises:
         TimeoutError: a worker has shown no beat for as long as collectives wait.
+        RuntimeError: the work of one has failed, with another error than a refusal.
     """
     started = time.monotonic()
     next_report = started + REPORT_SECONDS
@@ -100,10 +105,8 @@ def _wait_for(store: Store, rank: int, workers: list[Peer]) -> None:
             if rank == 0 and now > next_report:
                 next_report = now + REPORT_SECONDS
                 seconds = now - started
-                print(
-                    f"[megastable] waits for the data on {worker.host} (rank {worker.rank}), {seconds:.0f} s so far",
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
+                waits_for = f"the data on {shown(worker.host)} (rank {worker.rank}), {seconds:.0f} s so far"
+                print(f"[megastable] waits for {waits_for}", file=sys.stderr, flush=True)
             # Adding nothing reads the count, also where there has been no beat yet.
             seen = store.add(f"beats/{worker.rank}", 0)
             if seen != beats:
@@ -111,3 +114,6 @@ def _wait_for(store: Store, rank: int, workers: list[Peer]) -> None:
                 last_beat = now
             elif now - last_beat > SILENCE_SECONDS:
                 raise TimeoutError(f"rank {worker.rank} on {worker.host} shows no life while it prepares the data")
+        # Its other processes would otherwise do the same work again, which may take hours.
+        if store.get(f"done/{worker.rank}") == FAILED.encode():
+            raise RuntimeError(f"rank {worker.rank} on {worker.host} failed while it prepared the data")

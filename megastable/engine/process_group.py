@@ -21,7 +21,7 @@ import torch
 import torch.distributed
 from deepspeed.accelerator import get_accelerator
 
-from megastable.core.errors import DamagedDataError, RunStoppedError, UserError
+from megastable.core.errors import DamagedDataError, RunStoppedError, UserError, shown
 from megastable.core.host import cpu_mask, threads_per_process
 from megastable.core.launch import Launch
 from megastable.core.layout import ParallelLayout
@@ -232,7 +232,7 @@ def _is_running(process_id: int) -> bool:
 
 def _end(message: str) -> NoReturn:
     sys.stdout.flush()
-    sys.stderr.write(message + "\n")
+    sys.stderr.write(shown(message, keep="\n") + "\n")
     sys.stderr.flush()
     # An ordinary exit would wait for communication threads whose peers do not answer any more.
     os._exit(EXIT_CODE_FAILURE)

@@ -25,6 +25,15 @@ def stage_memory(plan: RunPlan, on_cpu: bool, batches: Sequence[Batch] | None = 
     return [_memory_of_stage(plan, batches, number, stage, on_cpu) for number, stage in enumerate(plan.cut.stages)]
 
 
+def most_memory(plan: RunPlan, on_cpu: bool, batch: Batch) -> float:
+    """Count the bytes of the device that needs most at a step of ``batch``."""
+    # Of stages with the same layers the first has most micro-batches in flight, so that the others need no more.
+    firsts: dict[StageLayers, int] = {}
+    for number, stage in enumerate(plan.cut.stages):
+        firsts.setdefault(stage, number)
+    return max(_memory_of_stage(plan, [batch], number, stage, on_cpu).total for stage, number in firsts.items())
+
+
 def _memory_of_stage(
     plan: RunPlan, batches: Sequence[Batch], number: int, stage: StageLayers, on_cpu: bool
 ) -> MemoryUse:

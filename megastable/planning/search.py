@@ -9,6 +9,7 @@ from typing import Any
 
 from megastable.config import ConfigError, RunConfig, run_from_dict
 from megastable.core.batch_rampup import RunLength
+from megastable.core.errors import UserError
 from megastable.core.layout import divisors
 from megastable.core.memory import GIB
 from megastable.planning.data_sheet_cost import Machine, step_cost
@@ -16,6 +17,8 @@ from megastable.planning.forecast import phase_speed
 from megastable.planning.memory import stage_memory
 from megastable.planning.run_plan import RunPlan
 
+MOST_WAYS = 500
+"""Ways to share devices that are tried; 384 devices have 108, and take two seconds."""
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 START_FACTORS = (1, 2, 4)
 """Starts of the ramp that are tried, as multiples of the file's."""
@@ -101,8 +104,18 @@ def _global_batch_sizes(run: RunConfig, start: int | None) -> list[int]:
 
 
 def _layouts(run: RunConfig, devices: int) -> Iterator[list[Candidate]]:
-    """List all that can be varied, for every way to share the devices among stages, replicas and tensor ranks."""
+    """List all that can be varied, for every way to share the devices among stages, replicas and tensor ranks.
+
+    Raises:
+        UserError: the devices can be shared in too many ways to try them all.
+    """
     starts = _ramp_starts(run)
+    num_ways = sum(len(divisors(devices // stages)) for stages in divisors(devices))
+    if num_ways > MOST_WAYS:
+        raise UserError(
+            f"--search: {devices:,} devices can be shared among stages, replicas and tensor ranks in {num_ways:,} "
+            f"ways, and at most {MOST_WAYS} are tried; ask for a number of devices with fewer divisors"
+        )
     # Stages and tensor ranks of a replica must divide the devices; replicas take what is left.
     for stages in divisors(devices):
         for tensor in divisors(devices // stages):

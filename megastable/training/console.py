@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from megastable.core.errors import shown
 from megastable.core.records import Event
 from megastable.monitors.numbers import reason_of_skip
 from megastable.training.metrics import StepMetrics
@@ -57,11 +58,11 @@ class PlainLines:
     def show_event(self, event: Event) -> None:
         """Print a line, unless the line of the step says the same."""
         if event.kind not in QUIET_EVENTS:
-            print(f"step {event.step} {event.kind}: {event.text}", flush=True)
+            print(shown(f"step {event.step} {event.kind}: {event.text}", keep="\n"), flush=True)
 
     def note(self, text: str) -> None:
         """Print a line."""
-        print(text, flush=True)
+        print(shown(text, keep="\n"), flush=True)
 
     def close(self) -> None:
         """Leave the output as it is: every line is complete."""
@@ -96,13 +97,13 @@ class ProgressBar:
 
     def show_event(self, event: Event) -> None:
         """Show the newest event below the bar, and above it those that no line of a step shows."""
-        self._last_event = f"last event: {event.kind} at step {event.step}: {event.text}"
+        self._last_event = shown(f"last event: {event.kind} at step {event.step}: {event.text}")
         if event.kind not in QUIET_EVENTS:
-            self._live.console.print(Text(f"step {event.step} {event.kind}: {event.text}"))
+            self._live.console.print(Text(shown(f"step {event.step} {event.kind}: {event.text}", keep="\n")))
 
     def note(self, text: str) -> None:
         """Print a line above the bar."""
-        self._live.console.print(Text(text))
+        self._live.console.print(Text(shown(text, keep="\n")))
 
     def close(self) -> None:
         """Stop redrawing."""

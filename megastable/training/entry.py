@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megastable.config import RunConfig, load_run_file
 from megastable.core.checkpoint_folder import read_manifest
-from megastable.core.errors import RunStoppedError, UserError
+from megastable.core.errors import RunStoppedError, UserError, shown
 from megastable.core.launch import Launch, check_port
 from megastable.core.launch_variables import rank_as_given
 from megastable.planning.micro_batches import with_chosen_micro_batches, with_recorded_micro_batches
@@ -81,7 +81,7 @@ def _plan_and_train(request: RunRequest) -> None:
     all_done = None if checkpoint is None else nothing_left(checkpoint, plan)
     if all_done is not None:
         if launch.rank == 0:
-            print(all_done)
+            print(shown(all_done))
         return
 
     from megastable.training.build import train  # loads torch and deepspeed
@@ -121,7 +121,7 @@ def _continuing(checkpoint: Path, run: RunConfig, launch: Launch) -> RunConfig:
 
 def _warn(launch: Launch, text: str) -> None:
     if launch.rank == 0:
-        _print_error(f"[megastable] {text}")
+        _print_error(f"[megastable] {shown(text)}")
 
 
 def refuse(error: UserError) -> int:
@@ -131,7 +131,7 @@ def refuse(error: UserError) -> int:
     if rank != "0":
         # All ranks find the same fault. A launcher ends the others with the first that exits: let rank 0 speak.
         time.sleep(RANK_0_SPEAKS_FIRST_SECONDS)
-    where = "" if rank == "0" else f" on rank {rank}"
+    where = "" if rank == "0" else f" on rank {shown(rank)}"
     _print_error(f"[megastable] error{where}: {error}")
     return error.exit_code
 

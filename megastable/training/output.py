@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megastable.core.errors import shown
+
 KEPT_BYTES = 16 * 2**20
 """Most bytes that are kept for a target that cannot be written: hours of metrics of a large model."""
 
@@ -117,7 +119,7 @@ def lasting_file(path: Path) -> LastingWriter:
 def report_on_stderr(text: str) -> None:
     """Print a line on standard error, if that can still be written."""
     with contextlib.suppress(OSError):
-        os.write(2, f"[megastable] {text}\n".encode(errors="backslashreplace"))
+        os.write(2, f"[megastable] {shown(text)}\n".encode(errors="backslashreplace"))
 
 
 # Standard output and error

@@ -9,6 +9,7 @@ import pytest
 from megastable.core.errors import UserError
 from megastable.data import Corpus, prepare_corpus
 from megastable.data import corpus as corpus_module
+from megastable.data.progress import note
 from megastable.data.text_tokenizers import make_tokenizer
 from tests.data.data_examples import DOCUMENTS, text_data, tiny_model, write_documents
 
@@ -140,3 +141,8 @@ def test_progress_is_a_bar_on_a_terminal(
     corpus = prepare_corpus(text_data(documents, tmp_path), tiny_model(), show_progress=True)
     assert "100%" in capsys.readouterr().err
     assert corpus.num_train_tokens > 0
+
+
+def test_the_name_of_a_file_is_shown_and_not_obeyed(capsys: pytest.CaptureFixture[str]) -> None:
+    note("\x1b[31mred.bin is no text", show=True)
+    assert capsys.readouterr().err == "\\x1b[31mred.bin is no text\n"

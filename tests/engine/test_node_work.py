@@ -64,6 +64,28 @@ def silent_worker() -> str:
     return str(caught.value)
 
 
+def failing_worker() -> list[str]:
+    """Let the work of rank 1 fail with an error that is no refusal."""
+    rank, peers = nodes()
+    called: list[str] = []
+
+    def work() -> None:
+        called.append("work")
+        if rank == 1:
+            raise OSError("the disk is full")
+
+    try:
+        first_on_each_node(rank, peers, work)
+    except (OSError, RuntimeError) as error:
+        called.append(str(error))
+    return called
+
+
+def test_work_that_failed_is_not_done_again_by_the_others_of_its_node() -> None:
+    failed = "rank 1 on node1 failed while it prepared the data"
+    assert run_ranks(failing_worker, world_size=3) == [["work", failed], ["work", "the disk is full"], [failed]]
+
+
 def test_a_node_may_work_for_longer_than_a_collective_waits() -> None:
     answers = run_ranks(slow_second_node, world_size=3, fault="")
     assert [answer["result"] for answer in answers] == [0, 1, 2]

@@ -195,6 +195,28 @@ NEEDS = (
         cross_rules.warmup_ends_before_decay,
         (f"{LR}.type=warmup_stable_decay", f"{LR}.warmup=50", f"{LR}.stable=45", f"{LR}.decay=40"),
     ),
+    Need(
+        cross_rules.auto_tries_few_splits,
+        batch_rampup.ramp_has_one_form,
+        (
+            f'{RAMP}={{"start": 1, "increment": 1, "final": 900}}',
+            *AUTO,
+            "megastable.model.num_layers=20",
+            f"{STAGES}=20",
+        ),
+        world_size=20,
+    ),
+    Need(
+        cross_rules.auto_tries_few_splits,
+        batch_rampup.ramp_reaches_final,
+        (
+            f'{RAMP}={{"start": 1, "increment": 1, "final": 2000, "ramp_samples": 9}}',
+            *AUTO,
+            "megastable.model.num_layers=20",
+            f"{STAGES}=20",
+        ),
+        world_size=20,
+    ),
     of_batches(batch_rampup.ramp_has_one_form, f"{RAMP}={{}}"),
     of_batches(
         batch_rampup.ramp_reaches_final,

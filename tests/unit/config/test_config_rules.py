@@ -25,6 +25,12 @@ STABLE = (f"{M}.lr_schedule.type=warmup_stable_decay",)
 NINE_STEPS = (f"{M}.training.total_samples=null", f"{M}.training.total_steps=9")
 AUTO = (f"{M}.batch_rampup.micro_batch_size=auto", f"{M}.batch_rampup.calibration=A100")
 LINEAR = '"start": 8, "increment": 8, "final": 32'
+TRIES_MANY = (
+    f'{M}.batch_rampup={{"start": 1, "increment": 1, "final": 400, "ramp_samples": 9}}',
+    f"{M}.batch_rampup.micro_batch_size=auto",
+    f"{M}.batch_rampup.calibration=A100",
+    f"{M}.model.num_layers=20",
+)
 CASES = (
     Case(
         "heads_divide_hidden_size",
@@ -214,9 +220,9 @@ CASES = (
     ),
     Case(
         "ramp_reaches_final",
-        (f'{M}.batch_rampup={{"start": 1, "increment": 1, "final": 10002, "ramp_samples": 9}}',),
+        (f'{M}.batch_rampup={{"start": 1, "increment": 1, "final": 1002, "ramp_samples": 9}}',),
         f"{M}.batch_rampup.increment",
-        (f'{M}.batch_rampup={{"start": 1, "increment": 1, "final": 10001, "ramp_samples": 9}}',),
+        (f'{M}.batch_rampup={{"start": 1, "increment": 1, "final": 1001, "ramp_samples": 9}}',),
     ),
     Case(
         "ramp_reaches_final",
@@ -226,9 +232,9 @@ CASES = (
     ),
     Case(
         "ramp_reaches_final",
-        (f'{M}.batch_rampup={{"start": 1, "increment": 1, "final": 10002, "ramp_samples": 9}}',),
+        (f'{M}.batch_rampup={{"start": 1, "increment": 1, "final": 1002, "ramp_samples": 9}}',),
         f"{M}.batch_rampup.increment",
-        (f'{M}.batch_rampup={{"start": 1, "increment": 1, "final": 10001, "ramp_samples": 9}}',),
+        (f'{M}.batch_rampup={{"start": 1, "increment": 1, "final": 1001, "ramp_samples": 9}}',),
     ),
     Case(
         "ramp_reaches_final",
@@ -409,6 +415,12 @@ CASES = (
                 f"{M}.lr_schedule.decay=1",
             ),
         )
+    ),
+    Case(
+        "auto_tries_few_splits",
+        (*TRIES_MANY, f"{M}.pipeline.num_stages=12"),
+        f"{M}.batch_rampup.micro_batch_size",
+        (*TRIES_MANY, f"{M}.pipeline.num_stages=10"),
     ),
     Case(
         "stable_ends_between",

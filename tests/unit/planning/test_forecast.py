@@ -165,6 +165,11 @@ def test_an_efficiency_is_of_a_data_sheet(device: str, figures: dict[str, Any], 
 # Search
 
 
+def test_devices_that_can_be_shared_in_too_many_ways_are_refused_at_once() -> None:
+    with pytest.raises(UserError, match=r"720,720 devices can be shared .* in .* ways, and at most 500 are tried"):
+        search_layouts(plan_of(1).run, 720_720, MINUTE)
+
+
 @quick
 @given(st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([24, 48]))
 def test_the_search_finds_legal_layouts_and_ranks_them_by_time(devices: int, final: int) -> None:

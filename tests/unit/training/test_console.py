@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from megastable.core.records import Event
 from megastable.training.console import PlainLines, ProgressBar, make_display, summary
+from megastable.training.output import report_on_stderr
 from tests.unit.training.metrics_examples import HARD_STEPS, step_metrics
 
 hard_steps = pytest.mark.parametrize("changes", HARD_STEPS.values(), ids=HARD_STEPS)
@@ -117,3 +119,26 @@ def test_the_summary_names_what_a_person_watches() -> None:
     assert "SKIPPED" not in text
     assert "eval" not in text
     assert "scale" not in summary(step_metrics(loss_scale=1.0))
+
+
+RED = "\x1b[31mred"
+
+
+def test_what_comes_from_outside_is_shown_and_not_obeyed(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths, keys and reasons of events, through every way on which a run prints them."""
+    event = Event(1, 4, "warning", RED, {})
+    plain = PlainLines(total_steps=1, interval=1)
+    plain.note(RED)
+    plain.show_event(event)
+    report_on_stderr(RED)
+    printed = "".join(capfd.readouterr())
+    assert printed.count(r"\x1b[31mred") == 3 and "\x1b" not in printed
+    terminal = become_terminal(monkeypatch)
+    bar = ProgressBar(total_samples=4, consumed_samples=0)
+    bar.note(RED)
+    bar.show_event(event)
+    bar.close()
+    # rich itself moves the cursor and colors the bar, but not red.
+    assert r"\x1b[31mred" in terminal.getvalue() and RED not in terminal.getvalue()

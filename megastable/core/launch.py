@@ -17,6 +17,7 @@ from megastable.core.launch_variables import (
     agreed_number,
     check_outer_launcher,
     in_srun_step,
+    refuse_lone_step,
     set_by_mpi,
     whole_number,
 )
@@ -71,6 +72,8 @@ class Launch:
         else:
             launch = cls(0, 0, 1, 1, LOOPBACK, LAUNCHER_DEFAULT_PORT, port_is_default=True)
         launch._check()
+        if launch.world_size == 1:
+            refuse_lone_step(environment)
         return launch
 
     def _check(self) -> None:
@@ -127,11 +130,13 @@ class Launch:
         """Read the variables of an MPI launcher, which does not say where rank 0 is."""
         world_size = MPI.number(environment, MPI.world_size)
         local_world_size = MPI.number(environment, MPI.local_world_size)
-        tasks = agreed_number(environment, SLURM.world_size) or 1
         # In an srun step are mpirun's helpers, one a node; more of them than processes are launches side by side.
+        nodes = whole_number(environment, "SLURM_STEP_NUM_NODES", 1)
+        tasks = max(nodes, agreed_number(environment, SLURM.world_size) or 1)
         if in_srun_step(environment) and tasks > world_size:
             raise UserError(
-                f"srun has started mpirun {tasks} times (SLURM_NTASKS), each for a world of {world_size}; start it once"
+                f"srun has started mpirun {tasks} times (SLURM_NTASKS, SLURM_STEP_NUM_NODES), each for a world of "
+                f"{world_size}; start it once"
             )
         master_addr = environment.get("MASTER_ADDR")
         if not master_addr and local_world_size < world_size:

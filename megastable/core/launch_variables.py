@@ -134,6 +134,24 @@ def in_srun_step(environment: Mapping[str, str]) -> bool:
     return tasks is None or tasks == whole_number(environment, "SLURM_STEP_NUM_TASKS", tasks)
 
 
+def refuse_lone_step(environment: Mapping[str, str]) -> None:
+    """Refuse a run of one process in a step of which SLURM says that it has more.
+
+    Raises:
+        UserError: with SLURM's variables that say so.
+    """
+    if not ("SLURM_STEP_ID" in environment or "SLURM_STEPID" in environment):
+        return
+    counts = [name for name in (*SLURM.world_size, "SLURM_STEP_NUM_NODES") if whole_number(environment, name, 1) > 1]
+    places = [name for name in (*SLURM.rank, *SLURM.local_rank) if whole_number(environment, name, 0) > 0]
+    if counts or places:
+        given = ", ".join(f"{name}={environment[name]}" for name in (*counts, *places))
+        raise UserError(
+            f"This process would train alone, but {given} say that srun has started others beside it, each of which "
+            "would train the same run. Start the run by srun alone, or by one launcher that srun does not start"
+        )
+
+
 def set_by_mpi(environment: Mapping[str, str]) -> bool:
     """Tell whether MPI's variables are set, and by MPI's launcher: srun sets some of them for its tasks, too."""
     if not MPI.set_in(environment):

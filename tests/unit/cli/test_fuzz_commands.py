@@ -1,0 +1,125 @@
+"""Whatever a command line says, the command answers soon, with exit code 0, 1 or 2 and never a traceback."""
+
+import io
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megastable.cli import main as command
+from tests.unit.config.config_examples import SHIPPED
+from tests.unit.config.run_file_mutations import mutated_runs, overrides
+
+MOST_SECONDS = 2.0
+REFUSED = 2
+ODD_WORDS = (
+    "",
+    "-",
+    "--",
+    "--json",
+    "--help",
+    "--once",
+    "a" * 5000,
+    "\x1b[31m",
+    "[red]",
+    "\u202e",
+    "~nobody",
+    "nan",
+    "inf",
+    "1e999",
+)
+words = st.sampled_from(ODD_WORDS) | st.text(max_size=8).filter(lambda word: "\0" not in word)
+numbers = st.sampled_from(["0", "1", "2", "-1", "8", "999999", "10000000000", "0.5", "1e308", "nan", "inf", "9" * 400])
+# Not `cpu` alone, which measures this machine for ten seconds, nor --plot, which needs matplotlib.
+devices = st.sampled_from(["A100", "h200", "[red]", "", "\x1b[2J"])
+
+
+def options(*names: str) -> st.SearchStrategy[list[str]]:
+    """Draw some of the options, each with a number that may or may not be legal."""
+    return st.lists(st.tuples(st.sampled_from(names), numbers).map(list), max_size=2).map(flat)
+
+
+def flat(lists: list[list[str]]) -> list[str]:
+    """Join lists of words."""
+    return [word for each in lists for word in each]
+
+
+sets = overrides.map(lambda changes: flat([["--set", change] for change in changes if "\0" not in change]))
+flags = st.lists(st.sampled_from(["--json"]), max_size=1)
+files = st.sampled_from(["run.json", "run.json", "run.json", ".", "missing.json", *map(str, SHIPPED)]) | words
+checks = st.tuples(st.just(["check"]), files.map(lambda name: [name]), options("--world-size"), sets, flags)
+plans = st.tuples(
+    st.just(["plan"]),
+    files.map(lambda name: [name]),
+    options("--devices", "--peak-tflops", "--memory-gib", "--efficiency"),
+    st.just([]) | devices.map(lambda name: ["--device", name]),
+    st.just([]) | files.map(lambda name: ["--calibration", name]),
+    sets,
+    flags,
+)
+watches = st.tuples(st.just(["watch"]), st.sampled_from([["run"], ["missing"], ["run.json"]]), st.just(["--once"]))
+plots = st.tuples(st.just(["plot"]), files.map(lambda name: [name]))
+lines = (
+    st.one_of(checks, checks, plans, plans, watches, plots, st.tuples(st.lists(words, max_size=3))).map(list).map(flat)
+)
+rows = st.dictionaries(
+    st.sampled_from(["kind", "text", "step", "layers", "loss"]), st.text(max_size=8) | st.integers(0, 9)
+)
+
+
+def answer(arguments: list[str], encoding: str) -> tuple[Any, str, str]:
+    """Run the command in this process; return its exit code, its output and its messages."""
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2)]
+    out, errors = streams
+    with (
+        patch.object(sys, "argv", ["megastable", *arguments]),
+        patch.object(sys, "stdout", out),
+        patch.object(sys, "stderr", errors),
+    ):
+        try:
+            command.main()
+        except SystemExit as end:
+            code = end.code
+    texts = []
+    for stream in streams:
+        stream.flush()
+        texts.append(stream.buffer.getvalue().decode(encoding))  # type: ignore[attr-defined]
+    return code, texts[0], texts[1]
+
+
+def test_a_command_line_is_answered_or_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    # Neither this machine's GPUs nor its text are what is tried here.
+    monkeypatch.setattr(command, "installed_gpus", lambda: ())
+    monkeypatch.setattr(command, "look_at_text", lambda source: None)
+    (tmp_path / "run").mkdir()
+    codes: Counter[Any] = Counter()
+
+    @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(line=lines, raw=mutated_runs(), row=rows, encoding=st.sampled_from(["utf-8", "ascii"]))
+    def check(line: list[str], raw: dict[str, Any], row: dict[str, Any], encoding: str) -> None:
+        for name in ("run.json", "run/config.json"):
+            Path(name).write_text(json.dumps(raw), encoding="utf-8")
+        for name in ("metrics", "events"):
+            Path(f"run/{name}.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+        begin = time.process_time()
+        code, out, errors = answer(line, encoding)
+        assert time.process_time() - begin < MOST_SECONDS
+        codes[code] += 1
+        assert code in (0, 1, REFUSED)
+        assert code != 1 or line[0] == "check"
+        assert "Traceback" not in errors
+        if code == REFUSED:
+            assert (errors + out).strip()  # the help, on standard output, where nothing was asked
+        # The command's own frames and tables have line ends, and no other control characters.
+        if line[:1] == ["watch"]:
+            assert all(character.isprintable() or character == "\n" for character in out)
+
+    check()
+    assert codes[0] and codes[1] and codes[REFUSED]

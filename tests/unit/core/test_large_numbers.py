@@ -16,10 +16,10 @@ HUGE = 10**9
 
 
 def division_of_huge_sizes() -> None:
-    with pytest.raises(BatchDivisionError, match="nearest legal size is 1000000000$"):
+    with pytest.raises(BatchDivisionError, match=r"nearest legal size is 1000000000$"):
         BatchRampup(StepRamp(((0, 8),)), HUGE, 1).phases(total_samples=8)
     ramp = BatchRampup(StepRamp(((0, HUGE + 1),)), 1, HUGE, ((2, 7), (3, HUGE)))
-    with pytest.raises(BatchDivisionError, match=f"nearest legal size is {HUGE**2}$"):
+    with pytest.raises(BatchDivisionError, match=rf"nearest legal size is {HUGE**2}$"):
         ramp.phases(total_steps=1)
 
 

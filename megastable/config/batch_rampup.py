@@ -98,6 +98,7 @@ class BatchRampupConfig(Section):
     @property
     def num_sizes(self) -> int:
         """Count the sizes that a sound ramp has."""
+        # Counted and not listed: this is asked of ramps before anything has bounded them for a listing.
         if self.steps is not None:
             return len(self.steps)
         if self.start is None or self.increment is None or self.final is None:
@@ -162,6 +163,7 @@ def ramp_reaches_final(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
             final,
             f"must be start ({start}) plus a multiple of increment ({increment}), such as {neighbours}",
         )
+    # Only of a ramp that is sound otherwise: the increments of another one cannot be counted.
     elif (final - start) // increment > MOST_INCREMENTS:
         yield Fault(
             "megastable.batch_rampup.increment",

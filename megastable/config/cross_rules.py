@@ -78,6 +78,7 @@ def some_step_has_a_learning_rate(
 
 def _is_no_sample(amount: Amount, training: TrainingConfig, model: ModelConfig) -> bool:
     """Tell whether an amount is known to be less than one sample without expanding the ramp."""
+    # Of a run of so many steps a share is known to be no sample only where it is no share; see ``_ends_later``.
     if amount.fraction is not None and training.total_samples is None:
         return amount.fraction == 0
     return amount.to_samples(training.total_samples or 0, model.seq_length) == 0

@@ -89,7 +89,7 @@ def answer(arguments: list[str], encoding: str) -> tuple[Any, str, str]:
     texts = []
     for stream in streams:
         stream.flush()
-        texts.append(stream.buffer.getvalue().decode(encoding))  # type: ignore[attr-defined]
+        texts.append(stream.buffer.getvalue().decode(encoding))
     return code, texts[0], texts[1]
 
 

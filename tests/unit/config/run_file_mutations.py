@@ -92,7 +92,7 @@ def paths_of(raw: Any) -> list[str]:
     return [".".join(map(str, place)) for place in places(raw) if not any(isinstance(part, int) for part in place)]
 
 
-overrides = (
+overrides: st.SearchStrategy[list[str]] = (
     st.just([])
     | st.just([])
     | st.lists(

@@ -32,7 +32,7 @@ def finish_output() -> int:
     try:
         sys.stdout.flush()
     except OSError as error:  # a full disk
-        print(f"error: standard output: {error.strerror}", file=sys.stderr)
+        print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
         if isinstance(sys.stdout, ForgivingStream):
             sys.stdout.lead_nowhere()
         return 2

@@ -8,7 +8,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megastable.config.limits import LARGEST_BATCH, LONGEST_LIST, MOST_INCREMENTS, MOST_SAMPLES
+from megastable.config.limits import (
+    LARGEST_BATCH,
+    LONGEST_LIST,
+    MOST_INCREMENTS,
+    MOST_SAMPLES,
+    MOST_TRIED_BY_AUTO,
+)
+from megastable.config.parallelism import PipelineConfig
 from megastable.config.reading.faults import Fault
 from megastable.config.section import PathText, Section
 from megastable.core.batch_rampup import BatchRampup, GlobalBatchSchedule, LinearRamp, StepRamp
@@ -91,6 +98,7 @@ class BatchRampupConfig(Section):
     @property
     def num_sizes(self) -> int:
         """Count the sizes that a sound ramp has."""
+        # Counted and not listed: this is asked of ramps before anything has bounded them for a listing.
         if self.steps is not None:
             return len(self.steps)
         if self.start is None or self.increment is None or self.final is None:
@@ -155,6 +163,7 @@ def ramp_reaches_final(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
             final,
             f"must be start ({start}) plus a multiple of increment ({increment}), such as {neighbours}",
         )
+    # Only of a ramp that is sound otherwise: the increments of another one cannot be counted.
     elif (final - start) // increment > MOST_INCREMENTS:
         yield Fault(
             "megastable.batch_rampup.increment",
@@ -214,4 +223,17 @@ def auto_chooses_every_size(batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
             "megastable.batch_rampup.micro_batch_size_steps",
             batch_rampup.micro_batch_size_steps,
             'micro_batch_size "auto" chooses every size; remove one of them',
+        )
+
+
+def auto_tries_few_splits(batch_rampup: BatchRampupConfig, pipeline: PipelineConfig) -> Iterator[Fault]:
+    """Refuse to choose the sizes of so many batches on so many stages that a launch would wait for it."""
+    tried = batch_rampup.num_sizes * pipeline.num_stages**2
+    if batch_rampup.chooses_micro_batch_sizes and tried > MOST_TRIED_BY_AUTO:
+        yield Fault(
+            "megastable.batch_rampup.micro_batch_size",
+            "auto",
+            f"would simulate {batch_rampup.num_sizes:,} batches on {pipeline.num_stages} stages, for which batches x "
+            f"stages^2 may be at most {MOST_TRIED_BY_AUTO:,}; take fewer increments, or null and "
+            "micro_batch_size_steps",
         )

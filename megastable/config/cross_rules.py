@@ -19,7 +19,7 @@ from megastable.config.deepspeed_keys import (
     OptimizerConfig,
     weight_format,
 )
-from megastable.config.limits import LARGEST_BATCH, MOST_TRIED_BY_AUTO
+from megastable.config.limits import LARGEST_BATCH
 from megastable.config.lr_schedule import LrScheduleConfig
 from megastable.config.model import ModelConfig
 from megastable.config.parallelism import PipelineConfig, TensorParallelConfig
@@ -78,6 +78,7 @@ def some_step_has_a_learning_rate(
 
 def _is_no_sample(amount: Amount, training: TrainingConfig, model: ModelConfig) -> bool:
     """Tell whether an amount is known to be less than one sample without expanding the ramp."""
+    # Of a run of so many steps a share is known to be no sample only where it is no share; see ``_ends_later``.
     if amount.fraction is not None and training.total_samples is None:
         return amount.fraction == 0
     return amount.to_samples(training.total_samples or 0, model.seq_length) == 0
@@ -237,19 +238,6 @@ def evaluation_needs_validation_data(data: DataConfig, training: TrainingConfig)
             "megastable.training.eval_interval",
             training.eval_interval,
             "must be 0, or megastable.data.validation_fraction above 0: there is nothing to evaluate on",
-        )
-
-
-def auto_tries_few_splits(batch_rampup: BatchRampupConfig, pipeline: PipelineConfig) -> Iterator[Fault]:
-    """Refuse to choose the sizes of so many batches on so many stages that a launch would wait for it."""
-    tried = batch_rampup.num_sizes * pipeline.num_stages**2
-    if batch_rampup.chooses_micro_batch_sizes and tried > MOST_TRIED_BY_AUTO:
-        yield Fault(
-            "megastable.batch_rampup.micro_batch_size",
-            "auto",
-            f"would simulate {batch_rampup.num_sizes:,} batches on {pipeline.num_stages} stages, for which batches x "
-            f"stages^2 may be at most {MOST_TRIED_BY_AUTO:,}; take fewer increments, or null and "
-            "micro_batch_size_steps",
         )
 
 

@@ -26,28 +26,29 @@ LARGEST_BATCH: Final = 2**20
 MOST_SAMPLES: Final = 10**12
 MOST_TOKENS: Final = 10**18
 MOST_STEPS: Final = 10**9
+# Every increment of a ramp, and every entry of a list of steps, is a phase that is planned by itself; BLOOM had 116.
 MOST_INCREMENTS: Final = 1_000
-"""Of a ramp; every increment is a phase that is planned by itself."""
-MOST_TRIED_BY_AUTO: Final = 50_000
-"""Batches of a ramp x stages^2, to which the time grows in which "auto" tries every split of every batch."""
 LONGEST_LIST: Final = 1_000
-"""Entries of a list of steps."""
+# Batches of a ramp x stages^2: the time in which "auto" simulates every split of every batch grows with it, to about
+# two seconds here.
+MOST_TRIED_BY_AUTO: Final = 50_000
 
-# Numbers of the optimizer and of the number formats.
-LARGEST_SCALE_POWER: Final = 62
-"""DeepSpeed hands the loss scale to torch as an integer, which holds 2^62 and not 2^63."""
+# What multiplies, adds to or caps values of a model: learning rate, std, weights of losses, caps, clip norm. No such
+# number that trains is near it, and its square is still finite in every format but fp16.
 LARGEST_FACTOR: Final = 1e6
-"""Of what multiplies, adds to or caps values of a model: learning rate, std, weights of losses, caps, clip norm."""
+# DeepSpeed hands the loss scale to torch as an integer, which holds 2^62 and not 2^63.
+LARGEST_SCALE_POWER: Final = 62
+# Elements of a buffer of ZeRO.
 MOST_ELEMENTS: Final = 10**12
-"""Of a buffer of ZeRO."""
 
+# Characters, and signs of repetition, of a pattern after ``type:``. With r of them Python's engine tries about
+# n^(r + 1) ways to match a name of n characters, and the longest class name has 19.
 LONGEST_PATTERN: Final = 100
 MOST_REPETITIONS: Final = 3
-"""Of a pattern after ``type:``, in characters and in signs of repetition."""
 
+# What Linux takes of a path (with its end) and of one name in it, in bytes.
 LONGEST_PATH: Final = 4_000
 LONGEST_PATH_PART: Final = 255
-"""What Linux takes of a path (with its end) and of one name in it, in bytes."""
 
+# Brackets within brackets. A legal run file has 6, and Python's parser, copies and printing stop somewhere below 1,000.
 DEEPEST_NESTING: Final = 32
-"""Brackets within brackets; a legal run file has 6."""

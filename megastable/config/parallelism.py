@@ -50,6 +50,7 @@ def _must_be_a_quick_pattern(pattern: str) -> None:
     groups, r repetitions on a name of n characters have about n^(r + 1).
     """
     # DeepSpeed searches the names of classes for it, only after every process has started.
+    # Signs that are escaped or within a set of characters count as well: to tell them apart takes a parser.
     num_repetitions = sum(pattern.count(sign) for sign in "*+?{")
     if "(" in pattern or len(pattern) > LONGEST_PATTERN or num_repetitions > MOST_REPETITIONS:
         raise PydanticCustomError(
@@ -67,6 +68,7 @@ def _must_be_a_quick_pattern(pattern: str) -> None:
 
 def _are_block_counts(values: Sequence[object]) -> bool:
     # type() and not isinstance(): to Python, JSON's true is a whole number.
+    # A stage may have no block: the first and the last hold layers of their own besides.
     are_counts = all(type(blocks) is int and 0 <= blocks <= MOST_LAYERS for blocks in values)
     return are_counts and 0 < len(values) <= MOST_STAGES
 

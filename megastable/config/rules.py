@@ -13,6 +13,7 @@ from typing import get_type_hints
 from megastable.config.batch_rampup import (
     auto_chooses_every_size,
     auto_goes_by_a_calibration,
+    auto_tries_few_splits,
     micro_batch_steps_rise,
     ramp_has_one_form,
     ramp_reaches_final,
@@ -21,7 +22,6 @@ from megastable.config.batch_rampup import (
 from megastable.config.cross_rules import (
     accumulation_fits_the_format,
     auto_starts_from_one_sample,
-    auto_tries_few_splits,
     batches_divide_among_replicas,
     bpe_fits_the_model,
     bytes_fit_the_model,

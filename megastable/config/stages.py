@@ -143,6 +143,7 @@ def deepspeed_finds_the_cut(model: ModelConfig, pipeline: PipelineConfig) -> Ite
     It tries every start of every part of every prefix, in Python and in every process: stages x layers^2 sums.
     """
     method = pipeline.partition
+    # A list and "uniform" need no search, and "balanced" has one of its own, which is quick.
     searched = isinstance(method, str) and (method == "parameters" or method.startswith(TYPE_PREFIX))
     num_layers = model.num_layers + 2 * LAYERS_AT_EACH_END
     if searched and pipeline.num_stages * num_layers**2 > MOST_SUMS_OF_A_SEARCH:

@@ -114,6 +114,7 @@ def parse_json(text: str, prefix: str = "") -> tuple[Any, list[Fault]]:
     try:
         pairs = json.loads(text, object_pairs_hook=_Pairs)
     except RecursionError as error:
+        # The parser gives up where the interpreter's stack ends, which depends on who calls.
         raise NestedTooDeepError from error
     return _without_repeated_keys(pairs, prefix, faults, DEEPEST_NESTING), faults
 
@@ -169,6 +170,7 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[Fault
         if not equals or not all(keys):
             faults.append(Fault("", NO_VALUE, f"override {_cut(override)}: must be path.to.key=value"))
             continue
+        # Each name of the path makes a section within a section, as deep as brackets would.
         if len(keys) > DEEPEST_NESTING:
             faults.append(Fault("", NO_VALUE, f"override {_cut(override)}: {NestedTooDeepError()}"))
             continue

@@ -15,6 +15,7 @@ LR_TOLERANCE = 3.0
 """Times by which a learning rate may exceed that of GPT-3's table."""
 LARGEST_LR_SHARE_OF_STD = 0.1
 WARMUP_PERCENT = (5, 10)
+FIRST_STEPS = 3
 FEWEST_STEPS = 100
 """Of a shorter run, a share of the updates is a handful."""
 
@@ -92,6 +93,27 @@ def lr_fits_the_width(review: Review) -> Iterator[Finding]:
             f"{review.model.hidden_size} start with",
             f'"lr": at most {LARGEST_LR_SHARE_OF_STD * std:.1e}',
         )
+
+
+def some_step_learns(review: Review) -> Iterator[Finding]:
+    """Find a run whose every step starts where the schedule is 0: it is too short, or its decay is."""
+    plan = review.plan
+    # A schedule is 0 at the very start of a warmup and from the end of a decay to 0 on, and nowhere between. So the
+    # first steps show whether any step starts between them.
+    starts = [
+        (phase.first_sample + step * phase.batch.global_batch_size, phase.batch)
+        for phase in plan.phases[:FIRST_STEPS]
+        for step in range(min(phase.num_steps, FIRST_STEPS))
+    ]
+    if any(plan.learning_rate(start, batch) > 0 for start, batch in starts):
+        return
+    yield Finding(
+        "warning",
+        "megastable.lr_schedule",
+        f"the learning rate is 0 at every one of the {plan.length.total_steps:,} steps: a step takes the learning rate "
+        "of its first sample, which is 0 at the start of a warmup and min_lr in the last step",
+        'a longer run or decay, "warmup": 0, or a min_lr above 0',
+    )
 
 
 def warmup_has_customary_length(review: Review) -> Iterator[Finding]:

@@ -46,6 +46,7 @@ from megastable.planning.preflight.optimizer import (
     lr_fits_the_size,
     lr_fits_the_width,
     seed_was_chosen,
+    some_step_learns,
     warmup_has_customary_length,
 )
 from megastable.planning.preflight.review import LEVELS, Finding, Gpu, LocalText, Review
@@ -81,6 +82,7 @@ RULES: tuple[Rule, ...] = (
     global_batch_is_customary,
     accumulation_is_customary,
     size_is_customary,
+    some_step_learns,
     warmup_has_customary_length,
     seed_was_chosen,
     text_is_here,

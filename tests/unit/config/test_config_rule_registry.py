@@ -196,7 +196,7 @@ NEEDS = (
         (f"{LR}.type=warmup_stable_decay", f"{LR}.warmup=50", f"{LR}.stable=45", f"{LR}.decay=40"),
     ),
     Need(
-        cross_rules.auto_tries_few_splits,
+        batch_rampup.auto_tries_few_splits,
         batch_rampup.ramp_has_one_form,
         (
             f'{RAMP}={{"start": 1, "increment": 1, "final": 900}}',
@@ -207,7 +207,7 @@ NEEDS = (
         world_size=20,
     ),
     Need(
-        cross_rules.auto_tries_few_splits,
+        batch_rampup.auto_tries_few_splits,
         batch_rampup.ramp_reaches_final,
         (
             f'{RAMP}={{"start": 1, "increment": 1, "final": 2000, "ramp_samples": 9}}',

@@ -125,6 +125,17 @@ def test_little_headroom_is_a_warning_that_names_the_layer(headroom: float, warn
     assert kinds(events) == (["warning"] if warns else [])
     if warns:
         assert "max_attention_logit of block_3" in events[0].text and "fp16" in events[0].text
+        # What has left the format will not do so "soon", by a share of infinitely many percent.
+        assert ("may overflow soon" in events[0].text) == math.isfinite(headroom)
+        assert "inf%" not in events[0].text
+
+
+@pytest.mark.parametrize("number_format", ["fp16", "bf16", "fp32"])
+def test_bf16_is_advised_to_fp16_alone(number_format: str) -> None:
+    formats = {} if number_format == "fp32" else {number_format: {"enabled": True}}
+    monitors = monitors_of(megastable__monitors__max_skips_at_min_scale=1, **formats)
+    (stop,) = [event for event in monitors.observe(seen(2, skipped=True)) if event.kind == STOP]
+    assert ("take that instead of fp16" in stop.text) == (number_format == "fp16")
 
 
 def skips(scales: list[float | None], **changes: Any) -> list[str]:

@@ -366,6 +366,20 @@ CASES = (
         level="note",
     ),
     Case(
+        "some_step_learns",
+        (f"{M}.training.total_steps=2", f"{M}.lr_schedule.warmup=500"),
+        f"{M}.lr_schedule",
+        (f"{M}.training.total_steps=3", f"{M}.lr_schedule.warmup=500"),
+        says="every one of the 2 steps",
+    ),
+    Case(
+        "some_step_learns",
+        (f"{M}.lr_schedule.warmup=1", f"{M}.lr_schedule.decay=512"),
+        f"{M}.lr_schedule",
+        (f"{M}.lr_schedule.warmup=1", f"{M}.lr_schedule.decay=513"),
+        says="every one of the 1,000 steps",
+    ),
+    Case(
         "seed_was_chosen",
         (f'{M}.training={{"total_steps": 1000}}',),
         f"{M}.training.seed",

@@ -85,7 +85,7 @@ class TrainingEngine:
         tensor_rank: int = engine.grid.get_tensor_model_parallel_rank()
 
         # What a step executes.
-        partitions = flat_partitions(optimizer, tensor_rank)
+        partitions = flat_partitions(optimizer, module, tensor_rank)
         tensor = run.megastable.tensor_parallel
         partial = partial_parameters(module, tensor.size, tensor.sequence_parallel)
         busy = BusyTime()

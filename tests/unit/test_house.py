@@ -20,6 +20,7 @@ FLOORS = {
     "model": 2,
     "data": 2,
     "monitors": 2,
+    "checkpoints": 2,
     "engine": 3,
     "training": 4,
     "cli": 5,
@@ -207,6 +208,12 @@ def test_core_needs_no_installed_package_at_all() -> None:
 
 def test_config_needs_neither_torch_nor_deepspeed_nor_numpy() -> None:
     script = BLOCK_HEAVY + "import_all('megastable.config')\nassert 'megastable.config.reading.run_file' in sys.modules"
+    finished = run_python(script=script)
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_checkpoints_need_neither_torch_nor_deepspeed_nor_numpy() -> None:
+    script = BLOCK_HEAVY + "import_all('megastable.checkpoints')\nassert 'megastable.checkpoints.verify' in sys.modules"
     finished = run_python(script=script)
     assert finished.returncode == 0, finished.stderr
 

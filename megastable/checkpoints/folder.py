@@ -1,0 +1,153 @@
+"""The folder of a run's checkpoints: their names, which are complete, and how one is published.
+
+A checkpoint is written to ``step_00000010.partial``; its manifest, with every file's size and checksum, is written
+last, and then the folder is renamed. Nothing that is whole makes way but for another whole one of its step.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from megastable.checkpoints.manifest import Manifest, flush_to_disk, read_manifest
+from megastable.core.errors import UserError
+
+PARTIAL_SUFFIX: Final = ".partial"
+"""It is being written, or its writer died."""
+DAMAGED_SUFFIX: Final = ".damaged"
+"""It was found to be damaged when its step was written anew."""
+SUPERSEDED_SUFFIX: Final = ".superseded"
+"""It is whole, and its step is being published anew; it goes once that is done."""
+DELETING_SUFFIX: Final = ".deleting"
+"""It is being deleted."""
+NAMED_FAULTS: Final = 5
+"""A damaged checkpoint may lack a file of every rank; its message names this many."""
+
+
+def folder_name(step: int) -> str:
+    """Return the name of a step's checkpoint: ``step_00000010`` for step 10."""
+    return f"step_{step:08d}"
+
+
+def step_of(folder: Path) -> int:
+    """Return the step in the name of a folder that ``step_folders`` lists."""
+    return int(folder.name.removeprefix("step_"))
+
+
+def step_folders(checkpoints: Path) -> list[Path]:
+    """List all published checkpoint folders, whole or not, newest first.
+
+    Raises:
+        UserError: the folder cannot be read.
+    """
+    try:
+        found = [path for path in checkpoints.iterdir() if _is_step_name(path.name) and path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UserError(f"{checkpoints} cannot be read: {error.strerror}") from error
+    return sorted(found, key=step_of, reverse=True)
+
+
+def _is_step_name(name: str) -> bool:
+    # Names ending in .partial or another suffix are not published. Of two names of one step only ours counts.
+    return re.fullmatch(r"step_[0-9]{8,}", name) is not None and name == folder_name(int(name.removeprefix("step_")))
+
+
+def complete_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint whose files are all there, each with its size.
+
+    Sizes, not checksums: a copy or write that was cut short shows in them, and terabytes are not read to find it. What
+    they do not show, ``verify`` finds.
+
+    Raises:
+        UserError: it is no complete checkpoint; the faults are named.
+    """
+    manifest = read_manifest(folder)
+    found = (fault_of_size(folder / name, record.bytes) for name, record in manifest.files.items())
+    faults = [fault for fault in found if fault is not None]
+    if faults:
+        more = f", and {len(faults) - NAMED_FAULTS} more faults" if len(faults) > NAMED_FAULTS else ""
+        raise UserError(f"{folder} is damaged: {', '.join(faults[:NAMED_FAULTS])}{more}")
+    return manifest
+
+
+def fault_of_size(path: Path, size_bytes: int) -> str | None:
+    """Say why ``path`` is not a file of so many bytes; None where it is."""
+    try:
+        status = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
+    if not stat.S_ISREG(status.st_mode):
+        return f"{path.name} is not a file"
+    if status.st_size != size_bytes:
+        return f"{path.name} has {status.st_size:,} bytes instead of {size_bytes:,}"
+    return None
+
+
+def newest_complete(checkpoints: Path, warn: Callable[[str], None]) -> Path | None:
+    """Find the complete checkpoint of the highest step; damaged ones are passed over with a warning."""
+    for folder in step_folders(checkpoints):
+        try:
+            complete_manifest(folder)
+        except UserError as error:
+            warn(f"{error}; falling back to an older checkpoint")
+            continue
+        return folder
+    return None
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Give a finished checkpoint its name.
+
+    A damaged one of that name is kept as ``.damaged``, the last of them alone. A complete one, which a run leaves that
+    went back and took the step again, is replaced: until the new one stands it is kept as ``.superseded``, from which
+    ``restore_superseded`` takes it back after a death in between.
+    """
+    if os.path.lexists(final):
+        aside = final.with_name(final.name + _suffix_of_replaced(final))
+        # A rename would fail on a folder that is not empty.
+        _remove(aside)
+        os.replace(final, aside)
+    os.replace(partial, final)
+    flush_to_disk(final.parent)
+    _remove(final.with_name(final.name + SUPERSEDED_SUFFIX))
+
+
+def restore_superseded(checkpoints: Path) -> list[Path]:
+    """Give complete checkpoints their names back that ``publish`` did not get to replace; only their writer calls this.
+
+    Returns:
+        The checkpoints that are back.
+    """
+    restored = []
+    for superseded in sorted(checkpoints.glob(f"step_*{SUPERSEDED_SUFFIX}")):
+        final = superseded.with_suffix("")
+        if not os.path.lexists(final):
+            os.replace(superseded, final)
+            restored.append(final)
+    if restored:
+        flush_to_disk(checkpoints)
+    return restored
+
+
+def _suffix_of_replaced(final: Path) -> str:
+    try:
+        complete_manifest(final)
+    except UserError:
+        return DAMAGED_SUFFIX
+    return SUPERSEDED_SUFFIX
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)

@@ -131,6 +131,11 @@ class CheckpointConfig(Section):
         le=MOST_STEPS,
         description="Steps between two checkpoints; 0: after the last step only; null: none, and the weights are lost.",
     )
+    asynchronous: bool = Field(
+        default=True,
+        description="Write a checkpoint in the background, from a copy in host memory (12 bytes for each parameter that "
+        "a process holds the optimizer state of); false: training waits until it is written.",
+    )
 
 
 class LoggingConfig(Section):

@@ -23,7 +23,8 @@ from megastable.engine.flat_partitions import flat_partitions
 from megastable.engine.instructions import BusyTime, has_several_replicas, install_instructions, instruction_table
 from megastable.engine.layer_statistics import WeightKind, weight_kinds
 from megastable.engine.layer_watch import LayerWatch
-from megastable.engine.optimizer import ConfiguredOptimizer, build_optimizer, skip_at_minimum_scale
+from megastable.engine.model_state import ModelState, Snapshot
+from megastable.engine.optimizer import build_optimizer, skip_at_minimum_scale
 from megastable.engine.pipeline_module import GptPipeline, compile_blocks, uncompiled
 from megastable.engine.random_state import seed_rank
 from megastable.engine.tensor_group import partial_parameters
@@ -63,15 +64,17 @@ class TrainingEngine:
 
     Attributes:
         deepspeed: DeepSpeed's own engine.
-        configured_optimizer: the optimizer's settings of the run file, to be put back after a load.
+        model_state: what training changes of the model on this rank.
         rampup_hook: sets the batch of a step.
         writers: DeepSpeed's TensorBoard, W&B, Comet and CSV writers, which write only what they are called with.
+        layout: the stages, replicas and tensor ranks of the run.
         stage: the pipeline stage of this rank.
         replica: its index among the data-parallel ranks.
     """
 
     def __init__(self, run: RunConfig, layout: ParallelLayout, ramp: BatchRampup, run_dir: Path) -> None:
         self._run = run
+        self.layout = layout
         module = GptPipeline(run, layout)
         engine, optimizer, _, _ = deepspeed.initialize(
             model=module,
@@ -106,7 +109,8 @@ class TrainingEngine:
         engine.monitor = SilentMonitor()
 
         # What changes during a run.
-        self.configured_optimizer = ConfiguredOptimizer(optimizer)
+        self.model_state = ModelState(optimizer, partitions)
+        self.model_state.make_moments()
         self.rampup_hook = BatchRampupHook(engine, ramp)
         seed_rank(run.megastable.training.seed, self.stage, self.replica, tensor_rank)
 
@@ -148,6 +152,21 @@ class TrainingEngine:
             step_seconds=step_seconds,
             watched=self._watch.finish(step_seconds) if watch else None,
         )
+
+    def snapshot(self, reused: Snapshot | None = None) -> Snapshot:
+        """Copy all that training changes to host memory, between two steps.
+
+        Args:
+            reused: a snapshot that is not needed any more, whose memory is used again.
+        """
+        return self.model_state.snapshot(reused)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back, to the bit, to the step that ``snapshot`` was taken after; between two steps.
+
+        The counts of the loop, such as consumed samples, are not the engine's: they go back with the loop's own record.
+        """
+        self.model_state.restore(snapshot)
 
     def weight_kinds(self) -> list[WeightKind]:
         """Measure the std of every kind of weight as it is now, beside the formula that fresh ones are drawn by."""

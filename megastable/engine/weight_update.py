@@ -2,8 +2,8 @@
 
 DeepSpeed's own ``step`` searches for bad values, copies the gradients to fp64 for their norm, flattens them, widens
 them and scales them, in a pass each, and communicates seven times. Here the gradients are widened into place, one norm
-serves both clipping and the search for bad values, and there is one sum over all ranks. All that is kept between steps
-is still DeepSpeed's, so its checkpoints stay as they are.
+serves both clipping and the search for bad values, and there is one sum over all ranks. What is kept between steps
+stays where DeepSpeed has it.
 """
 
 from __future__ import annotations
@@ -199,8 +199,6 @@ class WeightUpdate:
         self._optimizer.optimizer.step()
         for partition in self._partitions:
             partition.master.grad = None
-        # After the first step DeepSpeed links every parameter to its moments, which its checkpoints go by.
-        self._optimizer._lazy_init_hp_params_optimizer_state()
         self._optimizer.update_lp_params()
 
 

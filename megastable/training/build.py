@@ -5,13 +5,14 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from megastable.checkpoints.manifest import Manifest, read_manifest
 from megastable.config.run_config import run_as_dict
-from megastable.core.checkpoint_folder import Manifest, read_manifest
 from megastable.core.errors import UserError
 from megastable.core.launch import Launch
 from megastable.core.records import TrainingState
 from megastable.data import Corpus, check_serves_run, prepare_corpus
-from megastable.engine.checkpoint import load_checkpoint, save_checkpoint
+from megastable.engine.checkpoint import load_checkpoint
+from megastable.engine.checkpoint_writer import CheckpointWriter
 from megastable.engine.device import allow_fp16_on_cpu, check_compiler, check_fp16_support
 from megastable.engine.hostfile import check_hostfile
 from megastable.engine.node_work import first_on_each_node
@@ -25,6 +26,7 @@ from megastable.training.metrics import STEP_METRICS
 from megastable.training.recorder import Recorder, SilentRecorder
 from megastable.training.report import conclusion, introduction
 from megastable.training.run_folder import RunFolder, events_of_resume
+from megastable.training.saving import Checkpoints
 
 
 def train(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | None) -> None:
@@ -85,18 +87,16 @@ def _train_connected(
     engine = TrainingEngine(plan.run, plan.layout, plan.ramp, folder.path)
     state = TrainingState()
     if checkpoint is not None:
-        state = load_checkpoint(engine, checkpoint)
-        monitors.load_state_dict(read_manifest(checkpoint).monitors)
+        manifest = read_manifest(checkpoint)
+        seed = plan.run.megastable.training.seed
+        state = load_checkpoint(checkpoint, manifest, engine.model_state, plan.layout, seed)
+        monitors.load_state_dict(manifest.monitors)
     # Written only now: a run that could not be built leaves the folder of an earlier one as it was.
     if launch.rank == 0:
         folder.write_config(plan.run)
-    saved_run = run_as_dict(plan.run)
-
-    def save(reached: TrainingState) -> Path:
-        return save_checkpoint(
-            engine, folder.checkpoints, reached, saved_run, corpus.fingerprint, monitors.state_dict()
-        )
-
+    writer = CheckpointWriter(
+        folder.checkpoints, engine.model_state, plan.layout, plan.run.megastable.checkpoint.asynchronous
+    )
     with _make_recorder(plan, launch, folder, engine, state) as recorder:
         # On all ranks, since each has layers of its own; but weights of a checkpoint are not as they were drawn.
         fresh_weights = engine.weight_kinds() if checkpoint is None else []
@@ -105,7 +105,8 @@ def _train_connected(
         if checkpoint is not None:
             for event in events_of_resume(folder, checkpoint, plan.run, state):
                 recorder.record_event(event)
-        last_eval_loss = train_steps(plan, engine, corpus, state, recorder, monitors, save)
+        checkpoints = Checkpoints(writer, monitors, recorder, run_as_dict(plan.run), corpus.fingerprint)
+        last_eval_loss = train_steps(plan, engine, corpus, state, recorder, monitors, checkpoints)
         recorder.note(conclusion(corpus, last_eval_loss))
 
 

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megastable.config import RunConfig, load_run_file
-from megastable.core.checkpoint_folder import read_manifest
+from megastable.checkpoints.manifest import read_manifest
 from megastable.core.errors import RunStoppedError, UserError, shown
 from megastable.core.launch import Launch, check_port
 from megastable.core.launch_variables import rank_as_given

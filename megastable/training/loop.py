@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 from megastable.core.batch_rampup import Batch
 from megastable.core.errors import RunStoppedError
@@ -22,6 +21,7 @@ from megastable.monitors.monitor import STOP, Seen
 from megastable.planning.run_plan import RunPlan
 from megastable.training.metrics import StepMetrics
 from megastable.training.recorder import Recorder, SilentRecorder
+from megastable.training.saving import Checkpoints
 
 UNEQUAL_WEIGHTS = (
     "weights that should be equal are not, which is a fault of hardware or software and not of training; go on from "
@@ -36,7 +36,7 @@ def train_steps(
     state: TrainingState,
     recorder: Recorder | SilentRecorder,
     monitors: Monitors,
-    save: Callable[[TrainingState], Path],
+    checkpoints: Checkpoints,
 ) -> float | None:
     """Run every step from ``state`` to the end of the plan. Collective.
 
@@ -81,7 +81,9 @@ def train_steps(
         # Recorded first, so that files and terminal show why; not saved, since a resume would begin with these weights.
         stop_on_stop_event(events)
         if is_save_due(plan, state.step):
-            recorder.note(f"saved {save(state)}")
+            checkpoints.save(state, result.loss, eval_loss)
+        checkpoints.report()
+    checkpoints.finish()
     return last_eval_loss
 
 

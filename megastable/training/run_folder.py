@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from megastable.config import PipelineConfig, RunConfig
 from megastable.config.run_config import differences, run_as_dict
 from megastable.config.stages import StageCut
-from megastable.core.checkpoint_folder import Manifest, newest_complete, read_manifest, step_folders
+from megastable.checkpoints.folder import newest_complete, step_folders
+from megastable.checkpoints.manifest import Manifest, read_manifest
 from megastable.core.errors import UserError
 from megastable.core.records import Event, TrainingState
 from megastable.core.run_paths import RunPaths
@@ -127,9 +128,9 @@ def check_continues(manifest: Manifest, run: RunConfig, world_size: int, warn: C
         UserError: the layout or a key on which the checkpoint's meaning depends differs; all of them are named.
     """
     faults = []
-    if manifest.world_size != world_size:
+    if manifest.layout.world_size != world_size:
         faults.append(
-            f"  the checkpoint is of {_layout_of(manifest.run, manifest.world_size)}, "
+            f"  the checkpoint is of {_layout_of(manifest.run, manifest.layout.world_size)}, "
             f"this launch of {_layout_of(run_as_dict(run), world_size)}"
         )
     faults += _other_cut(manifest.run, run)
@@ -161,7 +162,7 @@ def events_of_resume(folder: RunFolder, checkpoint: Path, run: RunConfig, state:
 
 def nothing_left(checkpoint: Path, plan: RunPlan) -> str | None:
     """Say that the run has taken all its steps before the checkpoint was written; None where steps are left."""
-    step = read_manifest(checkpoint).state["step"]
+    step = read_manifest(checkpoint).state.step
     if step < plan.length.total_steps:
         return None
     length = "total_steps" if plan.run.megastable.training.total_steps is not None else "total_samples"

@@ -13,14 +13,13 @@ from deepspeed.runtime.pipe import schedule
 from torch import nn
 
 from megastable.config import RunConfig
-from megastable.engine.checkpoint import load_checkpoint, save_checkpoint
 from megastable.engine.instructions import accumulated_gradient
 from megastable.engine.tensor_group import whole_parameters
 from megastable.engine.training_engine import TrainingEngine
 from megastable.model.tensor_parallel import Shard
 from tests.support.ranks import run_ranks
 from tests.support.reference import ReferenceModel, ReferenceStep, train_reference
-from tests.support.steps import build_engine, train
+from tests.support.steps import build_engine, load, save_now, train
 from tests.support.tiny_run import tiny_run
 from tests.support.tokens import global_batch
 
@@ -213,11 +212,11 @@ def continued_and_resumed(layout: str, folder: str) -> dict[str, Any]:
         run = run_on(layout, **ROUGH, **changes)
         plan, engine = build_engine(run)
         state, first = train(plan, engine, SAVE_AT)
-        saved = save_checkpoint(engine, Path(folder) / name, state, {}, "corpus")
+        saved = save_now(engine, Path(folder) / name, state)
         continued = train(plan, engine, 2, state)[1]
         plan, engine = build_engine(run)
         torch.manual_seed(99)
-        resumed = train(plan, engine, 2, load_checkpoint(engine, saved))[1]
+        resumed = train(plan, engine, 2, load(engine, saved))[1]
         results[name] = [[[row[key] for key in keep] for row in first + second] for second in (continued, resumed)]
     return results
 

@@ -48,7 +48,8 @@ class Shard:
         full_shape: shape of the whole, over all tensor ranks: one or two dimensions.
         dim: the dimension that is cut.
         ranges: the spans along ``dim`` that the rank holds, in the order in which it holds them.
-        padding: rows behind them that stand for nothing in the whole and are zero; a vocabulary is padded by them.
+        padding: rows behind them, where rows are cut, that stand for nothing in the whole and are zero: a vocabulary
+            is padded by them.
     """
 
     full_shape: tuple[int, ...]
@@ -84,6 +85,11 @@ class Shard:
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the part, padding included."""
         return (*self.full_shape[: self.dim], self.length + self.padding, *self.full_shape[self.dim + 1 :])
+
+    @property
+    def num_elements(self) -> int:
+        """Return the elements of the whole that are in the part."""
+        return math.prod(self.full_shape) // self.full_shape[self.dim] * self.length
 
     @property
     def of_rows(self) -> Shard:
@@ -144,7 +150,7 @@ class Piece:
     @property
     def without_padding(self) -> Piece:
         """Return the piece cut off where the padding begins."""
-        mapped = self.shard.length * self.shard.columns if self.shard.padding else self.stop
+        mapped = self.shard.num_elements
         return Piece(self.shard, min(self.start, mapped), min(self.stop, mapped))
 
     def boxes(self) -> Iterator[Box]:

@@ -71,7 +71,7 @@ def measured_moments(module: DrawnModule) -> tuple[int, float, float]:
     weight = module.weight.detach()
     norm = torch.linalg.vector_norm(weight, dtype=torch.float64)
     # Rows that pad the vocabulary are zero and were not drawn.
-    drawn = weight.numel() if isinstance(module, nn.Embedding) else module.shard.length * module.shard.columns
+    drawn = weight.numel() if isinstance(module, nn.Embedding) else module.shard.num_elements
     return drawn, float(weight.sum(dtype=torch.float64)), float(norm) ** 2
 
 

@@ -7,14 +7,13 @@ last, and then the folder is renamed. Nothing that is whole makes way but for an
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from megastable.checkpoints.manifest import Manifest, flush_to_disk, read_manifest
+from megastable.checkpoints.manifest import Manifest, flush_to_disk, read_manifest, step_in_name
 from megastable.core.errors import UserError
 
 PARTIAL_SUFFIX: Final = ".partial"
@@ -46,7 +45,7 @@ def step_folders(checkpoints: Path) -> list[Path]:
         UserError: the folder cannot be read.
     """
     try:
-        found = [path for path in checkpoints.iterdir() if _is_step_name(path.name) and path.is_dir()]
+        found = [path for path in checkpoints.iterdir() if is_step_name(path.name) and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
@@ -54,9 +53,10 @@ def step_folders(checkpoints: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def _is_step_name(name: str) -> bool:
-    # Names ending in .partial or another suffix are not published. Of two names of one step only ours counts.
-    return re.fullmatch(r"step_[0-9]{8,}", name) is not None and name == folder_name(int(name.removeprefix("step_")))
+def is_step_name(name: str) -> bool:
+    """Tell whether ``name`` is one that ``folder_name`` gives: no suffix, and no zero more than it writes."""
+    step = step_in_name(name)
+    return step is not None and name == folder_name(step)
 
 
 def complete_manifest(folder: Path) -> Manifest:

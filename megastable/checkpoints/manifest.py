@@ -249,7 +249,8 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = _manifest_of(text_in(folder / MANIFEST_NAME, MOST_BYTES))
     except UserError as error:
         raise UserError(f"{folder} is no whole checkpoint: {MANIFEST_NAME} {error}") from error
-    named_step = _step_in_name(folder)
+    # The absolute path, for "." has no name; links are not followed, since ``best`` may lead to any step.
+    named_step = step_in_name(os.path.basename(os.path.abspath(folder)))
     if named_step not in (None, manifest.state.step):
         raise UserError(
             f"{folder} is no whole checkpoint: {MANIFEST_NAME} is of another one: "
@@ -316,8 +317,8 @@ def _as_text(values: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def _step_in_name(folder: Path) -> int | None:
-    """Return the step that the name of a folder gives, with or without a suffix; None for a name of another kind."""
-    # The absolute path, for "." has no name; links are not followed, since ``best`` may lead to any step.
-    match = re.match(r"step_([0-9]{8,})(\.|\Z)", os.path.basename(os.path.abspath(folder)))
+def step_in_name(name: str) -> int | None:
+    """Return the step in the name of a checkpoint's folder, with or without a suffix; None for another name."""
+    # Ten digits are enough for any run, and more would be a number that nothing shows.
+    match = re.match(r"step_([0-9]{8,10})(\.|\Z)", name)
     return int(match[1]) if match else None

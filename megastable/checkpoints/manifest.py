@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 from xxhash import xxh3_128_hexdigest
 
@@ -38,10 +38,21 @@ LARGEST_DIM: Final = 16
 Count = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
 Size = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
-Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{32}\z")]
-"""xxh3_128 in hexadecimal."""
-FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}\z")]
-"""A plain name: no path leads out of the folder, and no name is hidden."""
+
+
+def _matches(pattern: str, legal: str) -> AfterValidator:
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise PydanticCustomError("pattern", "must be {legal}", {"legal": legal})
+        return text
+
+    return AfterValidator(check)
+
+
+Checksum = Annotated[str, _matches("[0-9a-f]{32}", "32 hexadecimal digits")]
+"""xxh3_128."""
+FileName = Annotated[str, _matches("[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}", "the plain name of a file in the folder")]
+"""No path leads out of the folder, and no name is hidden or holds what a terminal would obey."""
 
 
 def _finite_number(value: object) -> object:
@@ -238,7 +249,8 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = _manifest_of(text_in(folder / MANIFEST_NAME, MOST_BYTES))
     except UserError as error:
         raise UserError(f"{folder} is no whole checkpoint: {MANIFEST_NAME} {error}") from error
-    named_step = _step_in_name(folder)
+    # The absolute path, for "." has no name; links are not followed, since ``best`` may lead to any step.
+    named_step = step_in_name(os.path.basename(os.path.abspath(folder)))
     if named_step not in (None, manifest.state.step):
         raise UserError(
             f"{folder} is no whole checkpoint: {MANIFEST_NAME} is of another one: "
@@ -258,11 +270,12 @@ def _manifest_of(text: str) -> Manifest:
     if version == 1 and not isinstance(version, bool):
         raise UserError("has format version 1, of an earlier megastable; continue the run with the one that wrote it")
     if version != FORMAT_VERSION:
-        raise UserError(str(Fault("format_version", version, f"must be {FORMAT_VERSION}; this program reads no other")))
+        fault = Fault("format_version", version, f"must be {FORMAT_VERSION}; this program reads no other")
+        raise UserError(f"breaks a rule: {fault}")
     checksum = values.pop(CHECKSUM_KEY, None)
     try:
         # Through JSON, because pydantic's strict mode takes lists for tuples from JSON only.
-        manifest = Manifest.model_validate_json(_canonical(values))
+        manifest = Manifest.model_validate_json(json.dumps(values))
     except ValidationError as error:
         first, *others = error.errors(include_url=False)
         more = f" (and {len(others)} more faults)" if others else ""
@@ -281,7 +294,9 @@ def _as_fault(error: ErrorDetails) -> Fault:
     value = NO_VALUE if is_of_a_whole_section else error["input"]
     # "Input should be at most 4" reads as advice.
     message = _PHRASES.get(error["type"]) or re.sub(r"^\w+ should", "must", error["msg"])
-    return Fault(dotted(error["loc"]), value, message)
+    # pydantic marks the name of an entry itself, in contrast to its value.
+    path = dotted(error["loc"]).removesuffix(".[key]")
+    return Fault(path, value, message.replace(" after validation", ""))
 
 
 _PHRASES: Final = {"missing": "is required", "extra_forbidden": "unknown key; remove it"}
@@ -302,8 +317,8 @@ def _as_text(values: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def _step_in_name(folder: Path) -> int | None:
-    """Return the step that the name of a folder gives, with or without a suffix; None for a name of another kind."""
-    # The absolute path, for "." has no name; links are not followed, since ``best`` may lead to any step.
-    match = re.match(r"step_([0-9]{8,})(\.|\Z)", os.path.basename(os.path.abspath(folder)))
+def step_in_name(name: str) -> int | None:
+    """Return the step in the name of a checkpoint's folder, with or without a suffix; None for another name."""
+    # Ten digits are enough for any run, and more would be a number that nothing shows.
+    match = re.match(r"step_([0-9]{8,10})(\.|\Z)", name)
     return int(match[1]) if match else None

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from megastable.cli.check import print_findings
+from megastable.cli.checkpoints import print_checkpoints
 from megastable.cli.output import finish_output, prepare_output
 from megastable.cli.pictures import plot_run
 from megastable.cli.plan import PlanRequest, print_forecast, print_layouts
@@ -224,6 +225,43 @@ def watch(
     Nothing is written into the folder. A resume that goes back is followed.
     """
     watch_run(run_dir, refresh, once)
+
+
+@app.command()
+def checkpoints(
+    run_dir: Annotated[
+        Path, typer.Argument(help="a run folder, e.g. runs/quickstart; or its checkpoints, or one of them")
+    ],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="read every file and compare it with the checksum of its writing")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one object instead of a table")] = False,
+) -> None:
+    """List the checkpoints of a run, oldest first, and say which are whole.
+
+    Shown are step, samples consumed, loss, the last evaluation's loss, the
+    layout that wrote it (any other may continue it), size on the disk and age.
+
+    A checkpoint is complete when its manifest obeys every rule and every file
+    of it is there with its size. What sizes do not show, a flipped bit or a
+    file of another step, --verify finds: it reads all bytes, and calls a
+    checkpoint whole where they are those that were written.
+
+    Listed as well is what a running run is about, or a killed one left:
+    .partial is unfinished, .superseded is complete and makes way for a newer
+    one of its step, .deleting is half deleted, .damaged was set aside for
+    one of its step. A run cleans up the first three when it starts.
+
+    JSON has path, newest_complete (its name, or null) and checkpoints, each
+    with name, kind, step, complete, verified, faults (sentences), bytes,
+    written_unix, age_seconds and, where the manifest can be read,
+    consumed_samples, consumed_tokens, loss, eval_loss, layout.
+
+    Nothing is written. Exit code 1 where --verify finds a fault in a
+    checkpoint, 0 without, 2 where the path is no run folder.
+    """
+    if not print_checkpoints(run_dir, verify, as_json):
+        raise typer.Exit(1)
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from megastable.config.cross_rules import (
     accumulation_fits_the_format,
     auto_starts_from_one_sample,
     batches_divide_among_replicas,
+    best_checkpoints_need_evaluation,
     bpe_fits_the_model,
     bytes_fit_the_model,
     compiled_blocks_are_whole,
@@ -57,7 +58,12 @@ from megastable.config.stages import (
     no_more_stages_than_layers,
     type_matches_a_class,
 )
-from megastable.config.training import one_run_length, std_belongs_to_fixed
+from megastable.config.training import (
+    keep_every_meets_the_saves,
+    kept_beside_the_last,
+    one_run_length,
+    std_belongs_to_fixed,
+)
 
 RuleFunction = Callable[..., Iterator[Fault]]
 
@@ -103,6 +109,10 @@ RULES: tuple[Rule, ...] = (
     Rule(bpe_fits_the_model),
     Rule(bytes_fit_the_model),
     Rule(evaluation_needs_validation_data),
+    # Checkpoints.
+    Rule(kept_beside_the_last),
+    Rule(keep_every_meets_the_saves),
+    Rule(best_checkpoints_need_evaluation),
     # What tensor ranks split.
     Rule(tensor_ranks_divide_the_model),
     Rule(tensor_ranks_divide_kv_heads),

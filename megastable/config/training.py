@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -123,7 +123,7 @@ class MonitorsConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When to save."""
+    """When to save, what to keep, and what to do where a save fails."""
 
     save_interval: int | None = Field(
         default=0,
@@ -135,6 +135,29 @@ class CheckpointConfig(Section):
         default=True,
         description="Write a checkpoint in the background, from a copy in host memory (12 bytes for each parameter that "
         "a process holds the optimizer state of); false: training waits until it is written.",
+    )
+    keep_last: int | None = Field(
+        default=None,
+        ge=1,
+        le=MOST_STEPS,
+        description="Keep the newest checkpoints, so many, and delete older ones; null: keep all.",
+    )
+    keep_every: int | None = Field(
+        default=None,
+        ge=1,
+        le=MOST_STEPS,
+        description="Beside keep_last, keep the checkpoints whose step is a multiple of this.",
+    )
+    keep_best: int | None = Field(
+        default=None,
+        ge=1,
+        le=MOST_STEPS,
+        description="Beside keep_last, keep the checkpoints with the lowest validation losses, so many.",
+    )
+    on_failure: Literal["continue", "stop"] = Field(
+        default="continue",
+        description="A save that fails (full disk, unwritable folder) is a warning and an event. continue: the run "
+        "goes on with the last good checkpoint and tries again at the next interval; stop: it ends.",
     )
 
 
@@ -151,6 +174,24 @@ def std_belongs_to_fixed(init: InitConfig) -> Iterator[Fault]:
     if init.scheme != "fixed" and init.std is not None:
         yield Fault(
             "megastable.init.std", init.std, f'is only legal with the scheme "fixed", not "{init.scheme}"; remove it'
+        )
+
+
+def kept_beside_the_last(checkpoint: CheckpointConfig) -> Iterator[Fault]:
+    """Refuse to name checkpoints to keep where all are kept anyway."""
+    for key in ("keep_every", "keep_best"):
+        value = getattr(checkpoint, key)
+        if value is not None and checkpoint.keep_last is None:
+            yield Fault(f"megastable.checkpoint.{key}", value, "needs keep_last; without it all checkpoints are kept")
+
+
+def keep_every_meets_the_saves(checkpoint: CheckpointConfig) -> Iterator[Fault]:
+    """Require that a checkpoint is saved at every step that is to be kept."""
+    if checkpoint.keep_every and checkpoint.save_interval and checkpoint.keep_every % checkpoint.save_interval:
+        yield Fault(
+            "megastable.checkpoint.keep_every",
+            checkpoint.keep_every,
+            f"must be a multiple of save_interval ({checkpoint.save_interval}), or these steps are not saved",
         )
 
 

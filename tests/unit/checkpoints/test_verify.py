@@ -18,7 +18,7 @@ def test_a_whole_checkpoint_has_no_faults(tmp_path: Path) -> None:
     assert verify(make_checkpoint(tmp_path, 3)) == []
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from([*FILES, MANIFEST_NAME]), st.integers(0, 2**20), st.integers(0, 7))
 def test_a_flipped_bit_is_found_in_every_file(name: str, position: int, bit: int) -> None:
     with tempfile.TemporaryDirectory() as temporary:

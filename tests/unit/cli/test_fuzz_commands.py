@@ -65,8 +65,18 @@ plans = st.tuples(
 )
 watches = st.tuples(st.just(["watch"]), st.sampled_from([["run"], ["missing"], ["run.json"]]), st.just(["--once"]))
 plots = st.tuples(st.just(["plot"]), files.map(lambda name: [name]))
+checkpoints = st.tuples(
+    st.just(["checkpoints"]),
+    st.sampled_from(["run", "run/checkpoints", "run/checkpoints/step_00000001", ".", "missing", "run.json"]).map(
+        lambda name: [name]
+    )
+    | words.map(lambda word: [word]),
+    st.lists(st.sampled_from(["--json", "--verify"]), max_size=2),
+)
 lines = (
-    st.one_of(checks, checks, plans, plans, watches, plots, st.tuples(st.lists(words, max_size=3))).map(list).map(flat)
+    st.one_of(checks, checks, plans, plans, watches, plots, checkpoints, st.tuples(st.lists(words, max_size=3)))
+    .map(list)
+    .map(flat)
 )
 rows = st.dictionaries(
     st.sampled_from(["kind", "text", "step", "layers", "loss"]), st.text(max_size=8) | st.integers(0, 9)
@@ -98,7 +108,7 @@ def test_a_command_line_is_answered_or_refused(tmp_path: Path, monkeypatch: Any)
     # Neither this machine's GPUs nor its text are what is tried here.
     monkeypatch.setattr(command, "installed_gpus", lambda: ())
     monkeypatch.setattr(command, "look_at_text", lambda source: None)
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints/step_00000001").mkdir(parents=True)
     codes: Counter[Any] = Counter()
 
     @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), database=None)
@@ -108,12 +118,13 @@ def test_a_command_line_is_answered_or_refused(tmp_path: Path, monkeypatch: Any)
             Path(name).write_text(json.dumps(raw), encoding="utf-8")
         for name in ("metrics", "events"):
             Path(f"run/{name}.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+        Path("run/checkpoints/step_00000001/manifest.json").write_text(json.dumps(row), encoding="utf-8")
         begin = time.process_time()
         code, out, errors = answer(line, encoding)
         assert time.process_time() - begin < MOST_SECONDS
         codes[code] += 1
         assert code in (0, 1, REFUSED)
-        assert code != 1 or line[0] == "check"
+        assert code != 1 or line[0] in ("check", "checkpoints")
         assert "Traceback" not in errors
         if code == REFUSED:
             assert (errors + out).strip()  # the help, on standard output, where nothing was asked

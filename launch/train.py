@@ -37,13 +37,19 @@ def main() -> int:
         "--run-dir", type=Path, metavar="PATH",
         help="where config.json, metrics.jsonl and checkpoints/ go (default: runs/<name of the file>)",
     )  # fmt: skip
-    start = parser.add_mutually_exclusive_group()
-    start.add_argument(
-        "--resume", action="store_true", help="continue the run folder from its newest complete checkpoint"
-    )
-    start.add_argument(
+    parser.add_argument(
+        "--resume", nargs="?", const=True, default=False, choices=["auto"],
+        help="continue the run folder from its newest complete checkpoint, on any layout; --resume=auto also starts "
+        "where there is none, so that one line serves the first start and every restart",
+    )  # fmt: skip
+    parser.add_argument(
         "--load", type=Path, metavar="PATH", help="start a new run folder from this checkpoint, e.g. of another run"
     )
+    parser.add_argument(
+        "--allow-change", action="append", default=[], metavar="KEY", dest="allowed_changes",
+        help="let a key differ from the checkpoint that is fixed by habit, e.g. megastable.training.seed or, for "
+        "another text, megastable.data; repeatable",
+    )  # fmt: skip
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher appends it
     arguments = parser.parse_args()
     return run_command(
@@ -53,6 +59,7 @@ def main() -> int:
             run_dir=arguments.run_dir,
             resume=arguments.resume,
             load=arguments.load,
+            allowed_changes=arguments.allowed_changes,
         )
     )
 

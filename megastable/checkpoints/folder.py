@@ -108,9 +108,17 @@ def fault_of_size(path: Path, size_bytes: int) -> str | None:
     return None
 
 
-def newest_complete(checkpoints: Path, warn: Callable[[str], None]) -> Path | None:
-    """Find the complete checkpoint of the highest step; damaged ones are passed over with a warning."""
+def newest_complete(
+    checkpoints: Path, warn: Callable[[str], None], before_step: int | None = None
+) -> Path | None:
+    """Find the complete checkpoint of the highest step; damaged ones are passed over with a warning.
+
+    Args:
+        before_step: look only at checkpoints of lower steps.
+    """
     for folder in step_folders(checkpoints):
+        if before_step is not None and step_of(folder) >= before_step:
+            continue
         try:
             complete_manifest(folder)
         except UserError as error:

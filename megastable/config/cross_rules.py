@@ -256,6 +256,9 @@ class LaunchedRun(Section):
 
     world_size: int = Field(ge=1)
     micro_batch_size: int = Field(ge=1, le=LARGEST_BATCH)
+    first_step: int = Field(ge=0)
+    """Steps that a run which continues a checkpoint has done."""
+    first_sample: int = Field(ge=0)
 
 
 def auto_starts_from_one_sample(launched: LaunchedRun, batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
@@ -286,14 +289,17 @@ def batches_divide_among_replicas(
     training: TrainingConfig,
     batch_rampup: BatchRampupConfig,
 ) -> Iterator[Fault]:
-    """Require that every batch of the ramp is a multiple of micro-batch size x replicas.
+    """Require that every batch that the ramp still has is a multiple of micro-batch size x replicas.
 
     Only a sound ramp, run length and layout can be expanded; the registry lists the rules that make them so.
     """
     layout = _layout(launched, pipeline, tensor_parallel, training)
     try:
         batch_rampup.ramp(launched.micro_batch_size, layout.data_parallel_size).phases(
-            total_samples=training.total_samples, total_steps=training.total_steps
+            total_samples=training.total_samples,
+            total_steps=training.total_steps,
+            first_step=launched.first_step,
+            first_sample=launched.first_sample,
         )
     except BatchDivisionError as error:
         yield from (Fault("megastable.batch_rampup", NO_VALUE, fault) for fault in error.faults)

@@ -10,6 +10,7 @@ from pydantic import Field
 from megastable.config.limits import LARGEST_FACTOR, MOST_PROCESSES, MOST_SAMPLES, MOST_STEPS, MOST_TOKENS
 from megastable.config.reading.faults import Fault
 from megastable.config.section import RegisteredName, Section
+from megastable.core.batch_rampup import goes_on
 from megastable.core.init_std import INIT_SCHEMES
 
 LARGEST_SEED = 2**32 - 1
@@ -90,6 +91,10 @@ class TrainingConfig(Section):
     fp16_on_cpu: bool = Field(
         default=False, description="Allow fp16 on a CPU, where its arithmetic is slow: for trying things out."
     )
+
+    def goes_on(self, step: int, consumed_samples: int) -> bool:
+        """Tell whether another step follows ``step`` steps that have consumed so many samples."""
+        return goes_on(step, consumed_samples, self.total_steps, self.total_samples)
 
 
 class MonitorsConfig(Section):

@@ -90,3 +90,7 @@ class TrainingState:
     def from_dict(cls, values: dict[str, Any]) -> TrainingState:
         """Restore the state from the values of ``to_dict``."""
         return cls(**values)
+
+
+FRESH = TrainingState()
+"""The state of a run before its first step."""

@@ -21,6 +21,9 @@ import torch.distributed as dist
 
 from megastable.checkpoints.folder import PARTIAL_SUFFIX, folder_name, publish
 from megastable.checkpoints.manifest import write_manifest
+from megastable.checkpoints.thinning import space_fault, thin
+from megastable.checkpoints.verify import faults_of_file
+from megastable.config.training import CheckpointConfig
 from megastable.core.errors import UserError
 from megastable.core.layout import ParallelLayout
 from megastable.engine.checkpoint import RankRecord, RunRecord, make_manifest, num_state_bytes, write_pieces
@@ -57,8 +60,7 @@ class CheckpointWriter:
     """Saves the state of a run below ``checkpoints``; collective but for what only looks at an outcome.
 
     Args:
-        asynchronous: write in the background, from a copy in host memory.
-        published: called on rank 0, in the thread, with the folder of every checkpoint that was published.
+        config: whether to write in the background, and which checkpoints to keep.
     """
 
     def __init__(
@@ -66,14 +68,12 @@ class CheckpointWriter:
         checkpoints: Path,
         state: ModelState,
         layout: ParallelLayout,
-        asynchronous: bool,
-        published: Callable[[Path], None] = lambda folder: None,
+        config: CheckpointConfig,
     ) -> None:
         self._checkpoints = checkpoints
         self._state = state
         self._layout = layout
-        self._asynchronous = asynchronous
-        self._published = published
+        self._config = config
         self._rank = dist.get_rank()
         self._group = dist.new_group(backend="gloo", timeout=SLOWEST_WRITE)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -86,13 +86,13 @@ class CheckpointWriter:
         """Begin to save the state as it is; a save that is still under way is waited for first."""
         started = time.perf_counter()
         self.wait()
-        if self._asynchronous:
+        if self._config.asynchronous:
             self._buffers = self._state.snapshot(reused=self._buffers)
             snapshot = self._buffers
         else:
             snapshot = self._state.as_it_is()
         write = partial(self._write, record, snapshot, started, time.perf_counter() - started)
-        if self._asynchronous:
+        if self._config.asynchronous:
             self._under_way = self._thread.submit(write)
         else:
             self._ended.append(write())
@@ -126,7 +126,7 @@ class CheckpointWriter:
                 break
         seconds = time.perf_counter() - started
         return SaveOutcome(
-            record.state.step, final, fault, seconds, stall_seconds if self._asynchronous else seconds
+            record.state.step, final, fault, seconds, stall_seconds if self._config.asynchronous else seconds
         )
 
     def _attempt(self, final: Path, record: RunRecord, snapshot: Snapshot) -> str | None:
@@ -141,18 +141,19 @@ class CheckpointWriter:
         except OSError as error:
             own = f"{self._layout.describe(self._rank)}: {error}"
         written = self._gathered(own)
-        return self._said_by_rank_0(lambda: self._finish(partial_folder, final, record, snapshot, written))
+        fault = self._said_by_rank_0(lambda: self._publish(partial_folder, final, record, snapshot, written))
+        if fault is None and self._config.keep_last is not None and isinstance(own, RankRecord):
+            fault = self._thin(final, record.state.step, own)
+        return fault
 
     def _prepare(self, partial_folder: Path) -> str | None:
-        shutil.rmtree(partial_folder, ignore_errors=True)  # left by a run that was killed here
-        partial_folder.mkdir(parents=True)
-        free = shutil.disk_usage(partial_folder).free
-        if free < self._bytes_of_all:
-            partial_folder.rmdir()
-            return f"{partial_folder.parent} has {free:,} bytes left, and a checkpoint takes {self._bytes_of_all:,}"
-        return None
+        shutil.rmtree(partial_folder, ignore_errors=True)  # of an attempt that failed
+        fault = space_fault(partial_folder.parent, self._bytes_of_all)
+        if fault is None:
+            partial_folder.mkdir(parents=True)
+        return fault
 
-    def _finish(
+    def _publish(
         self,
         partial_folder: Path,
         final: Path,
@@ -167,8 +168,18 @@ class CheckpointWriter:
         ranks = [rank for rank in written if isinstance(rank, RankRecord)]
         write_manifest(make_manifest(record, self._layout, snapshot, ranks), partial_folder)
         publish(partial_folder, final)
-        self._published(final)
         return None
+
+    def _thin(self, final: Path, step: int, own: RankRecord) -> str | None:
+        """Delete older checkpoints that are not to be kept, once this one was read back and is what was written."""
+        faults = [fault for fault in self._gathered(faults_of_file(final, own.file_name, own.file)) if fault is not None]
+        if faults:
+            return f"what was written cannot be read back: {', '.join(faults)}"
+
+        def delete() -> None:
+            thin(self._checkpoints, step, self._config)
+
+        return self._said_by_rank_0(delete)
 
     def _said_by_rank_0(self, act: Callable[[], str | None]) -> str | None:
         """Let rank 0 act, and tell every rank what it says is wrong; a disk that does not do what it should is that."""

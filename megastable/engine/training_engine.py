@@ -70,16 +70,22 @@ class TrainingEngine:
         layout: the stages, replicas and tensor ranks of the run.
         stage: the pipeline stage of this rank.
         replica: its index among the data-parallel ranks.
+
+    Args:
+        first_sample: samples consumed before the first step.
     """
 
-    def __init__(self, run: RunConfig, layout: ParallelLayout, ramp: BatchRampup, run_dir: Path) -> None:
+    def __init__(
+        self, run: RunConfig, layout: ParallelLayout, ramp: BatchRampup, run_dir: Path, first_sample: int = 0
+    ) -> None:
         self._run = run
         self.layout = layout
         module = GptPipeline(run, layout)
         engine, optimizer, _, _ = deepspeed.initialize(
             model=module,
             optimizer=build_optimizer(module, run),
-            config=deepspeed_config(run, ramp.at(0), run_dir, _bucket_size(module, run, layout)),
+            # The batch of sample 0 may be one that this layout does not divide, where a run goes on after it.
+            config=deepspeed_config(run, ramp.at(first_sample), run_dir, _bucket_size(module, run, layout)),
             dist_init_required=False,
         )
         self.deepspeed = engine

@@ -20,6 +20,7 @@ from megastable.core.errors import UserError
 from megastable.core.layout import divisors
 from megastable.core.memory import GIB
 from megastable.core.pipeline_cost import PipelineCost
+from megastable.core.records import FRESH, TrainingState
 from megastable.core.user_paths import expanded
 from megastable.planning.calibration import Calibration, load_calibration
 from megastable.planning.data_sheet_cost import Machine, step_cost
@@ -118,11 +119,14 @@ def load_plan(
     return RunPlan.of(run, devices), assumed
 
 
-def with_chosen_micro_batches(run: RunConfig, world_size: int) -> RunConfig:
+def with_chosen_micro_batches(run: RunConfig, world_size: int, state: TrainingState = FRESH) -> RunConfig:
     """Return the run with ``chosen_micro_batch_sizes``; as it is where it gives its sizes, or they were chosen before.
 
     They are chosen for the whole ramp, also where the run ends before it does, so that it can be continued with more
     steps. A pure function of its arguments and the calibration: every rank finds the same.
+
+    Args:
+        state: how far the run is that it continues; a step of it is left.
 
     Raises:
         UserError: the calibration cannot be read, or a batch does not divide or fits no device.
@@ -131,7 +135,7 @@ def with_chosen_micro_batches(run: RunConfig, world_size: int) -> RunConfig:
     if not ramp.chooses_micro_batch_sizes or ramp.chosen_micro_batch_sizes:
         return run
     # Until they are chosen, a plan has micro-batches of one sample, which divide every batch.
-    plan = RunPlan.of(run, world_size)
+    plan = RunPlan.of(run, world_size, state)
     replicas = plan.layout.data_parallel_size
     calibration = _calibration(plan)
 
@@ -147,10 +151,13 @@ def with_chosen_micro_batches(run: RunConfig, world_size: int) -> RunConfig:
     return _with_sizes(run, choice.micro_batch_size_steps(sizes))
 
 
-def with_recorded_micro_batches(run: RunConfig, recorded: dict[str, Any]) -> RunConfig:
+def with_recorded_micro_batches(run: RunConfig, recorded: dict[str, Any], first_sample: int) -> RunConfig:
     """Return the run with the sizes that were chosen for the ``recorded`` run file which it continues, if they were.
 
-    Sizes in its own file stand.
+    They hold on the layout that they were chosen for. Sizes in its own file stand.
+
+    Args:
+        first_sample: the position from which it continues: the batches before it are done.
 
     Raises:
         UserError: they do not divide a batch of the run's ramp, which is then another than the recorded one.
@@ -160,7 +167,7 @@ def with_recorded_micro_batches(run: RunConfig, recorded: dict[str, Any]) -> Run
     if not ramp.chooses_micro_batch_sizes or ramp.chosen_micro_batch_sizes or not sizes:
         return run
     chosen = _with_sizes(run, tuple((start, size) for start, size in sizes))
-    for size in global_batch_sizes(ramp.schedule()):
+    for size in global_batch_sizes(ramp.schedule(), first_sample):
         # Asked without a layout, which is not known here: RunPlan.of checks the division by the replicas.
         micro_batch_size = chosen.megastable.batch_rampup.ramp(1, 1).micro_batch_size_for(size)
         if size % micro_batch_size:

@@ -14,6 +14,7 @@ import torch.distributed
 
 from megastable.checkpoints.manifest import read_manifest
 from megastable.config import RunConfig
+from megastable.config.training import CheckpointConfig
 from megastable.core.records import TrainingState
 from megastable.engine.checkpoint import RunRecord, load_checkpoint
 from megastable.engine.checkpoint_writer import CheckpointWriter
@@ -51,7 +52,7 @@ def _let_computation_go_first() -> None:
 def save_now(engine: TrainingEngine, checkpoints: Path, state: TrainingState, **record: Any) -> Path:
     """Save the engine's state and return the checkpoint, once it is published."""
     known: dict[str, Any] = {"run": {}, "corpus_fingerprint": "corpus", "monitors": {}, "loss": None, "eval_loss": None}
-    writer = CheckpointWriter(checkpoints, engine.model_state, engine.layout, asynchronous=False)
+    writer = CheckpointWriter(checkpoints, engine.model_state, engine.layout, CheckpointConfig(asynchronous=False))
     writer.save(RunRecord(state, **{**known, **record}))
     (outcome,) = writer.outcomes()
     assert outcome.fault is None, outcome.fault

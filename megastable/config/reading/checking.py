@@ -30,13 +30,17 @@ from megastable.config.refused_keys import REFUSED_KEYS
 from megastable.config.rules import RULES, broken_rules
 from megastable.config.run_config import MegastableConfig, RunConfig
 from megastable.config.section import Section, keys_of, section_types
+from megastable.core.records import FRESH, TrainingState
 
 
-def check(raw: Mapping[str, Any], world_size: int | None = None) -> tuple[RunConfig | None, list[Fault]]:
+def check(
+    raw: Mapping[str, Any], world_size: int | None = None, state: TrainingState = FRESH
+) -> tuple[RunConfig | None, list[Fault]]:
     """Return the run and no faults, or None and all faults that can be found without fixing one first.
 
     Args:
         world_size: processes that it is launched on, where that is known.
+        state: how far the run is that it continues.
     """
     faults: list[Fault] = []
     cleaned = copy.deepcopy(dict(raw))
@@ -50,7 +54,7 @@ def check(raw: Mapping[str, Any], world_size: int | None = None) -> tuple[RunCon
             _mend_key(cleaned, place, written_as)
         run, errors = _validate(cleaned)
     faults += [_value_fault(error, written_as) for error in errors]
-    faults += broken_rules({**_valid_sections(cleaned), **_launched_run(cleaned, world_size)}, RULES)
+    faults += broken_rules({**_valid_sections(cleaned), **_launched_run(cleaned, world_size, state)}, RULES)
     if faults:
         return None, faults
     return run, faults
@@ -126,10 +130,16 @@ def _valid_fields(owner: type[Section], raw: Mapping[str, Any]) -> Iterator[tupl
                     continue  # Its faults are already listed by the check of the whole file.
 
 
-def _launched_run(raw: Mapping[str, Any], world_size: int | None) -> dict[type[Section], Section]:
+def _launched_run(raw: Mapping[str, Any], world_size: int | None, state: TrainingState) -> dict[type[Section], Section]:
     key = "train_micro_batch_size_per_gpu"
     size = raw.get(key, RunConfig.model_fields[key].default)
     # An illegal size is listed already, and no batch can be divided by it. type(): true is 1 to Python.
     if world_size is None or type(size) is not int or not 1 <= size <= LARGEST_BATCH:
         return {}
-    return {LaunchedRun: LaunchedRun(world_size=world_size, micro_batch_size=size)}
+    launched = LaunchedRun(
+        world_size=world_size,
+        micro_batch_size=size,
+        first_step=state.step,
+        first_sample=state.consumed_samples,
+    )
+    return {LaunchedRun: launched}

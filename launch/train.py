@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from megastable.training.entry import RunRequest, refuse_command_line, run_command
+from megastable.training.entry import refuse_command_line, run_command
+from megastable.training.start import RunRequest
 
 
 class Parser(argparse.ArgumentParser):

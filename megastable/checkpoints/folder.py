@@ -108,9 +108,7 @@ def fault_of_size(path: Path, size_bytes: int) -> str | None:
     return None
 
 
-def newest_complete(
-    checkpoints: Path, warn: Callable[[str], None], before_step: int | None = None
-) -> Path | None:
+def newest_complete(checkpoints: Path, warn: Callable[[str], None], before_step: int | None = None) -> Path | None:
     """Find the complete checkpoint of the highest step; damaged ones are passed over with a warning.
 
     Args:

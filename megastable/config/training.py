@@ -138,8 +138,8 @@ class CheckpointConfig(Section):
     )
     asynchronous: bool = Field(
         default=True,
-        description="Write a checkpoint in the background, from a copy in host memory (12 bytes for each parameter that "
-        "a process holds the optimizer state of); false: training waits until it is written.",
+        description="Write a checkpoint in the background, from a copy in host memory (12 bytes for each parameter "
+        "whose optimizer state a process holds); false: training waits until it is written.",
     )
     keep_last: int | None = Field(
         default=None,

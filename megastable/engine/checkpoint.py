@@ -204,7 +204,7 @@ def _restore_random(folder: Path, manifest: Manifest, layout: ParallelLayout, re
     if then == layout:
         with _opened(folder / file_name(rank)) as file:
             prefix = _key(RANDOM, "")
-            names = [key for key in file.keys() if key.startswith(prefix)]
+            names = [key for key in file.keys() if key.startswith(prefix)]  # noqa: SIM118 - it is no dictionary
             set_random_state({name.removeprefix(prefix): file.get_tensor(name) for name in names})
         return
     # The streams belong to stages and replicas that are not there any more.

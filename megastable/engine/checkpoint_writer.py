@@ -172,7 +172,8 @@ class CheckpointWriter:
 
     def _thin(self, final: Path, step: int, own: RankRecord) -> str | None:
         """Delete older checkpoints that are not to be kept, once this one was read back and is what was written."""
-        faults = [fault for fault in self._gathered(faults_of_file(final, own.file_name, own.file)) if fault is not None]
+        found = self._gathered(faults_of_file(final, own.file_name, own.file))
+        faults = [fault for fault in found if fault is not None]
         if faults:
             return f"what was written cannot be read back: {', '.join(faults)}"
 

@@ -64,9 +64,7 @@ def set_random_state(state: dict[str, Tensor]) -> None:
     position, *keys = state["numpy"].tolist()
     has_gauss, numpy_gauss = state["numpy_gauss"].tolist()
     inner = {"key": np.array(keys, dtype=np.uint32), "pos": position}
-    np.random.set_state(
-        {"bit_generator": "MT19937", "state": inner, "has_gauss": int(has_gauss), "gauss": numpy_gauss}
-    )
+    np.random.set_state({"bit_generator": "MT19937", "state": inner, "has_gauss": int(has_gauss), "gauss": numpy_gauss})
     torch.set_rng_state(state["torch"].clone())
     get_cuda_rng_tracker().set_states({SPLIT_STREAM: state["split"].clone()})
     # A checkpoint of a CPU has none of a device.

@@ -59,6 +59,6 @@ def _chunks(tensors: dict[str, Tensor]) -> Iterator[memoryview]:
     text += b" " * (-len(text) % ALIGNMENT_BYTES)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for tensor in tensors.values():
-        data = memoryview(tensor.detach().cpu().numpy()).cast("B")
+        data = memoryview(tensor.detach().cpu().numpy().data).cast("B")
         for first in range(0, len(data), CHUNK_BYTES):
             yield data[first : first + CHUNK_BYTES]

@@ -45,10 +45,13 @@ def train(start: Start, launch: Launch, folder: RunFolder) -> None:
     check_fp16_support(run)
     check_compiler(run)
     allow_fp16_on_cpu(run)
-    Monitors(start.plan, STEP_METRICS)  # which refuses two metrics of one name
+    monitors = Monitors(start.plan, STEP_METRICS)
     # A failure ends the process inside of the inner one: leaving the group in order would wait for peers that are gone.
     with connected(launch) as peers, reporting_failures(launch.rank, start.plan.layout, peers):
-        start = _whole_start(start)
+        whole = _whole_start(start)
+        if whole is not start:
+            monitors = Monitors(whole.plan, STEP_METRICS)
+            start = whole
         # After the ranks have met: tokenising may take hours on one node, where another would give up connecting.
         corpus = first_on_each_node(launch.rank, peers, partial(_open_corpus, start, launch))
         check_equal_on_all_ranks(corpus.fingerprint, "the tokenised corpus of megastable.data")
@@ -56,7 +59,7 @@ def train(start: Start, launch: Launch, folder: RunFolder) -> None:
             start.plan.run.megastable.batch_rampup.model_dump_json(),
             "megastable.batch_rampup, with the micro-batch sizes chosen,",
         )
-        _train_connected(start, launch, folder, corpus)
+        _train_connected(start, launch, folder, corpus, monitors)
 
 
 def _whole_start(start: Start) -> Start:
@@ -83,12 +86,11 @@ def _open_corpus(start: Start, launch: Launch) -> Corpus:
     return corpus
 
 
-def _train_connected(start: Start, launch: Launch, folder: RunFolder, corpus: Corpus) -> None:
+def _train_connected(start: Start, launch: Launch, folder: RunFolder, corpus: Corpus, monitors: Monitors) -> None:
     """Build the engine, bring it to where the run starts from, and train."""
     plan = start.plan
     settings = plan.run.megastable
     engine = TrainingEngine(plan.run, plan.layout, plan.ramp, folder.path, plan.phases[0].first_sample)
-    monitors = Monitors(plan, STEP_METRICS)
     state = FRESH
     if start.checkpoint is not None and start.manifest is not None:
         state = load_checkpoint(

@@ -13,7 +13,7 @@ from megastable.core.launch import Launch, check_port
 from megastable.core.launch_variables import rank_as_given
 from megastable.training.output import protect_standard_streams
 from megastable.training.run_folder import RunFolder
-from megastable.training.start import NothingLeft, RunRequest, find_start
+from megastable.training.start import NothingLeftError, RunRequest, find_start
 
 EXIT_CODE_INTERRUPTED = 130
 """Shells give 128 + 2 to a program that SIGINT (signal 2) has ended."""
@@ -49,7 +49,7 @@ def _plan_and_train(request: RunRequest) -> None:
 
     try:
         start = find_start(request, launch, folder, warn)
-    except NothingLeft as all_done:
+    except NothingLeftError as all_done:
         if launch.rank == 0:
             print(shown(str(all_done)))
         return

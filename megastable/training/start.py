@@ -39,7 +39,7 @@ class RunRequest:
     """Keys that are fixed by habit, and may differ from the checkpoint's."""
 
 
-class NothingLeft(Exception):
+class NothingLeftError(Exception):
     """Says that the run has taken all its steps."""
 
 
@@ -71,7 +71,7 @@ def find_start(request: RunRequest, launch: Launch, folder: RunFolder, warn: Cal
     Raises:
         UserError: options exclude each other; the folder holds another run; no checkpoint is complete; the run file has
             faults, does not continue the checkpoint or does not fit the launch.
-        NothingLeft: the checkpoint is at the end of the run.
+        NothingLeftError: the checkpoint is at the end of the run.
     """
     _check_request(request)
     return _start_from(_find_checkpoint(request, launch, folder, warn), request, launch, folder, warn)
@@ -120,7 +120,7 @@ def _start_from(
         run = _continuing(manifest, run, request, launch, warn)
         all_done = nothing_left(checkpoint, state, run.megastable.training)
         if all_done is not None:
-            raise NothingLeft(all_done)
+            raise NothingLeftError(all_done)
     run = with_chosen_micro_batches(run, launch.world_size, state)
     plan = RunPlan.of(run, launch.world_size, state)
     older = partial(_older_start, checkpoint, request, launch, folder, warn)

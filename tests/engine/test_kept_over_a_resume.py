@@ -17,6 +17,7 @@ from tests.support.tiny_run import tiny_run
 
 # The loss scaler
 
+
 def scales_after_loads(num_runs: int) -> dict[str, bool]:
     """Tell for every part of the position, and for none, whether a run that is resumed without it keeps its scales."""
     kept = {}

@@ -16,7 +16,7 @@ from megastable.engine.training_engine import TrainingEngine
 from megastable.planning.run_plan import RunPlan
 from tests.support.ranks import run_ranks
 from tests.support.steps import build_engine, load, save_now, train
-from tests.support.tiny_run import run_dict, tiny_run
+from tests.support.tiny_run import tiny_run
 from tests.support.tokens import micro_batches
 
 COMMON: dict[str, Any] = {

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megastable.core.checkpoint_folder import folder_name, newest_complete, step_folders
+from megastable.checkpoints.folder import folder_name, newest_complete, step_folders
 from megastable.core.errors import UserError
 from megastable.core.init_std import INIT_SCHEMES
 from tests.support.launches import metrics, train_command, write_run_file
@@ -107,12 +107,13 @@ def load_a_bad_weight() -> None:
 
     load = vars(build)["load_checkpoint"]
 
-    def load_checkpoint(engine: Any, folder: Path) -> Any:
-        state = load(engine, folder)
-        if engine.deepspeed.is_last_stage():
-            with torch.no_grad():
-                next(engine.deepspeed.module.parameters()).view(-1)[0] = float("nan")
-        return state
+    def load_checkpoint(folder: Path, manifest: Any, state: Any, layout: Any, seed: int) -> Any:
+        reached = load(folder, manifest, state, layout, seed)
+        with torch.no_grad():
+            for partition in state.partitions:
+                if partition.held and int(os.environ["RANK"]) == 1:
+                    partition.held[0].parameter.view(-1)[0] = float("nan")
+        return reached
 
     vars(build).update(load_checkpoint=load_checkpoint)
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from megastable.config import RunConfig
 from megastable.core.init_std import INIT_SCHEMES
 from megastable.core.model_parts import NORM_KINDS
+from megastable.core.pieces import Shard
 from megastable.model.initialise import draw_weights
 from megastable.model.layers import gpt_layers
-from megastable.core.pieces import Shard
 from megastable.model.tensor_parallel import ColumnParallelLinear, OneProcess, RowParallelLinear
 from tests.support.reference import ReferenceModel
 from tests.support.tiny_run import tiny_run

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megastable.core.pieces import Shard
 from megastable.model.block import TransformerBlock
 from megastable.model.positions import POSITION_EMBEDDINGS
-from megastable.core.pieces import Shard
 from megastable.model.tensor_parallel import ColumnParallelLinear, OneProcess, Work
 from tests.support.tiny_run import tiny_run
 

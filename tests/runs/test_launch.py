@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 
-from megastable.core.checkpoint_folder import folder_name
+from megastable.checkpoints.folder import folder_name
 from megastable.data import prepare_corpus
 from megastable.engine import node_work, rendezvous
 from megastable.training import build

@@ -23,9 +23,9 @@ from megastable.core.layers import FlatLayer
 from megastable.core.lr_schedule import LR_SCHEDULES, DecaySchedule
 from megastable.core.model_parts import FEED_FORWARD_KINDS
 from megastable.core.partition import PARTITIONS
+from megastable.core.pieces import Shard
 from megastable.data.sources import SOURCES, SourceKind
 from megastable.data.text_tokenizers import TOKENIZERS
-from megastable.core.pieces import Shard
 from megastable.model.block import FEED_FORWARDS
 from megastable.model.tensor_parallel import (
     RowParallelLinear,

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megastable.core.checkpoint_folder import Manifest
 
 from megastable.config import RunConfig, load_run_file, run_from_dict
 from megastable.config.run_config import run_as_dict
-from megastable.core.checkpoint_folder import Manifest
 from megastable.core.devices import DEVICES, Device
 from megastable.core.errors import UserError
 from megastable.planning.data_sheet_cost import Machine

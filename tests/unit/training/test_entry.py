@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from megastable.core.checkpoint_folder import Manifest
 
 from megastable.config.run_config import run_as_dict
-from megastable.core.checkpoint_folder import Manifest
 from megastable.training import entry
 from megastable.training.entry import RunRequest, run_command
 from tests.support.tiny_run import run_dict, tiny_run

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megastable.core.checkpoint_folder import Manifest, read_manifest
 
 from megastable.config import RunConfig, load_run_file, run_from_dict
 from megastable.config.run_config import differences, run_as_dict
-from megastable.core.checkpoint_folder import Manifest, read_manifest
 from megastable.core.errors import UserError
 from megastable.training.run_folder import (
     FIXED_KEYS,

@@ -25,13 +25,17 @@ def stage_memory(plan: RunPlan, on_cpu: bool, batches: Sequence[Batch] | None = 
     return [_memory_of_stage(plan, batches, number, stage, on_cpu) for number, stage in enumerate(plan.cut.stages)]
 
 
-def most_memory(plan: RunPlan, on_cpu: bool, batch: Batch) -> float:
-    """Count the bytes of the device that needs most at a step of ``batch``."""
+def fullest_stage(plan: RunPlan, on_cpu: bool, batch: Batch) -> tuple[int, float]:
+    """Find the stage whose devices need most at a step of ``batch``, the first of equals, and count their bytes."""
     # Of stages with the same layers the first has most micro-batches in flight, so that the others need no more.
     firsts: dict[StageLayers, int] = {}
     for number, stage in enumerate(plan.cut.stages):
         firsts.setdefault(stage, number)
-    return max(_memory_of_stage(plan, [batch], number, stage, on_cpu).total for stage, number in firsts.items())
+    totals = {
+        number: _memory_of_stage(plan, [batch], number, stage, on_cpu).total for stage, number in firsts.items()
+    }
+    fullest = max(totals, key=lambda number: totals[number])
+    return fullest, totals[fullest]
 
 
 def _memory_of_stage(

@@ -23,7 +23,7 @@ from megastable.core.pipeline_cost import PipelineCost
 from megastable.core.user_paths import expanded
 from megastable.planning.calibration import Calibration, load_calibration
 from megastable.planning.data_sheet_cost import Machine, step_cost
-from megastable.planning.memory import most_memory
+from megastable.planning.memory import fullest_stage
 from megastable.planning.run_plan import RunPlan, number_of_devices
 
 CALIBRATION_KEY = "megastable.batch_rampup.calibration"
@@ -136,7 +136,7 @@ def with_chosen_micro_batches(run: RunConfig, world_size: int) -> RunConfig:
     calibration = _calibration(plan)
 
     def needed_bytes(batch: Batch) -> float:
-        return most_memory(plan, calibration.on_cpu, batch)
+        return fullest_stage(plan, calibration.on_cpu, batch)[1]
 
     # Where the memory is not known, no split can be refused for it.
     usable_bytes = math.inf if calibration.usable_bytes is None else calibration.usable_bytes

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from megastable.config import ConfigError, RunConfig, run_from_dict
-from megastable.core.batch_rampup import RunLength
+from megastable.config import RunConfig
+from megastable.config.reading.checking import faults_of_change
+from megastable.core.batch_rampup import Batch, RampPhase, RunLength
 from megastable.core.errors import UserError
-from megastable.core.layout import divisors
+from megastable.core.layout import ParallelLayout, divisors
 from megastable.core.memory import GIB
+from megastable.core.pipeline_cost import PipelineCost
 from megastable.planning.data_sheet_cost import Machine, step_cost
-from megastable.planning.forecast import phase_speed
-from megastable.planning.memory import stage_memory
+from megastable.planning.memory import fullest_stage
 from megastable.planning.run_plan import RunPlan
 
 MOST_WAYS = 500
@@ -49,6 +50,11 @@ class Candidate:
     reason: str | None = None
     """Why it is not feasible; None where it is."""
 
+    @property
+    def samples_at_once(self) -> int:
+        """Return the samples of one micro-batch on every replica, of which a global batch is a multiple."""
+        return self.micro_batch_size * self.data_parallel_size
+
 
 def search_layouts(file: RunConfig, devices: int, machine: Machine) -> list[Candidate]:
     """Find all candidates for ``devices``: the feasible ones first, the fastest at the top.
@@ -57,18 +63,20 @@ def search_layouts(file: RunConfig, devices: int, machine: Machine) -> list[Cand
     micro-batch size is the same at every batch of the ramp.
     """
     run = _with_samples(file)
-    batches = {start: _global_batch_sizes(run, start) for start in _ramp_starts(run)}
+    ramps = {start: _phases(run, start) for start in _ramp_starts(run)}
     found: list[Candidate] = []
-    for candidates in _layouts(run, devices):
-        # The rules of a run file take longer than all else here, and these candidates differ in nothing that they
-        # judge.
-        refusal = _refusal(run, candidates[0])
-        for candidate in candidates:
-            reason = refusal or _indivisible(candidate, batches[candidate.ramp_start])
-            if reason:
-                found.append(replace(candidate, reason=reason))
+    for layout in _layouts(devices):
+        sizes = (layout.num_stages, layout.data_parallel_size, layout.tensor_parallel_size)
+        refusal = _refusal(run, layout)
+        for activation_checkpointing in (False, True):
+            candidates = [
+                Candidate(*sizes, micro_batch_size, activation_checkpointing, start)
+                for micro_batch_size, start in product(MICRO_BATCH_SIZES, ramps)
+            ]
+            if refusal is None:
+                found += _judge(run, machine, layout, candidates, ramps)
             else:
-                found.append(_judge(run, devices, machine, candidate))
+                found += [replace(candidate, reason=refusal) for candidate in candidates]
     return sorted(found, key=_rank)
 
 
@@ -82,7 +90,9 @@ def _with_samples(file: RunConfig) -> RunConfig:
     phases = ramp.phases(total_samples=training.total_samples, total_steps=training.total_steps)
     length = {"total_samples": RunLength.of(phases).total_samples, "total_steps": None, "world_size": None}
     changed = {"training": training.model_copy(update=length)}
-    return file.model_copy(update={"megastable": file.megastable.model_copy(update=changed)})
+    run = file.model_copy(update={"megastable": file.megastable.model_copy(update=changed)})
+    # Sound in itself: its own layout, which is of no interest here, gives way to one that every model has.
+    return _run_of(run, Candidate(1, 1, 1, 1, activation_checkpointing=False, ramp_start=None))
 
 
 def _ramp_starts(run: RunConfig) -> Sequence[int | None]:
@@ -94,51 +104,69 @@ def _ramp_starts(run: RunConfig) -> Sequence[int | None]:
     return [start for start in starts if start < ramp.final and (ramp.final - start) % ramp.increment == 0]
 
 
-def _global_batch_sizes(run: RunConfig, start: int | None) -> list[int]:
-    """List the sizes of a ramp from ``start`` on, in order."""
-    # A single replica takes every size in micro-batches of one sample, so that no size is refused here.
+def _phases(run: RunConfig, start: int | None) -> list[RampPhase]:
+    """Expand a ramp from ``start`` on, in micro-batches of one sample on one replica, which divide every size."""
     smallest = Candidate(1, 1, 1, 1, activation_checkpointing=False, ramp_start=start)
     ramp = _run_of(run, smallest).megastable.batch_rampup.ramp(1, data_parallel_size=1)
-    phases = ramp.phases(total_samples=run.megastable.training.total_samples)
-    return [phase.batch.global_batch_size for phase in phases]
+    return ramp.phases(total_samples=run.megastable.training.total_samples)
 
 
-def _layouts(run: RunConfig, devices: int) -> Iterator[list[Candidate]]:
-    """List all that can be varied, for every way to share the devices among stages, replicas and tensor ranks.
+def _layouts(devices: int) -> list[ParallelLayout]:
+    """List every way to share the devices among stages, replicas and tensor ranks.
 
     Raises:
-        UserError: the devices can be shared in too many ways to try them all.
+        UserError: there are too many to try them all.
     """
-    starts = _ramp_starts(run)
-    num_ways = sum(len(divisors(devices // stages)) for stages in divisors(devices))
-    if num_ways > MOST_WAYS:
+    # Stages and tensor ranks of a replica must divide the devices; replicas take what is left.
+    layouts = [
+        ParallelLayout.of_world(devices, stages, tensor)
+        for stages in divisors(devices)
+        for tensor in divisors(devices // stages)
+    ]
+    if len(layouts) > MOST_WAYS:
         raise UserError(
-            f"--search: {devices:,} devices can be shared among stages, replicas and tensor ranks in {num_ways:,} "
+            f"--search: {devices:,} devices can be shared among stages, replicas and tensor ranks in {len(layouts):,} "
             f"ways, and at most {MOST_WAYS} are tried; ask for a number of devices with fewer divisors"
         )
-    # Stages and tensor ranks of a replica must divide the devices; replicas take what is left.
-    for stages in divisors(devices):
-        for tensor in divisors(devices // stages):
-            replicas = devices // stages // tensor
-            variants = product(MICRO_BATCH_SIZES, (False, True), starts)
-            yield [Candidate(stages, replicas, tensor, *variant) for variant in variants]
+    return layouts
 
 
-def _refusal(run: RunConfig, candidate: Candidate) -> str | None:
+def _refusal(run: RunConfig, layout: ParallelLayout) -> str | None:
     """Say why the rules of a run file refuse this layout of stages and tensor ranks, whatever its batches."""
-    # Through plain values, as from a user's file: a copy of the model would skip the rules.
-    values = _run_of(run, candidate).model_dump(mode="json", by_alias=True, exclude_none=True)
-    try:
-        run_from_dict(values)
-    except ConfigError as error:
-        return str(error.faults[0])
-    return None
+    candidate = Candidate(
+        layout.num_stages, 1, layout.tensor_parallel_size, 1, activation_checkpointing=False, ramp_start=None
+    )
+    faults = faults_of_change(run, _layout_keys(run, candidate))
+    return str(faults[0]) if faults else None
 
 
-def _indivisible(candidate: Candidate, sizes: Sequence[int]) -> str | None:
+def _judge(
+    run: RunConfig,
+    machine: Machine,
+    layout: ParallelLayout,
+    candidates: Sequence[Candidate],
+    ramps: Mapping[int | None, Sequence[RampPhase]],
+) -> Iterator[Candidate]:
+    """Fill in the memory and time of candidates that differ in their batches alone, or why they cannot be."""
+    plan: RunPlan | None = None
+    for candidate in candidates:
+        phases = ramps[candidate.ramp_start]
+        reason = _indivisible(candidate, phases)
+        if reason is not None:
+            yield replace(candidate, reason=reason)
+            continue
+        if plan is None:
+            # Of the first that divides, for all: cut, weights and the time of a sample are the same.
+            plan = RunPlan.of(_run_of(run, candidate), layout.world_size)
+            cost = step_cost(plan, machine)
+        yield _weighed_and_timed(plan, cost, machine, candidate, phases)
+
+
+def _indivisible(candidate: Candidate, phases: Sequence[RampPhase]) -> str | None:
     """Name the first batch that replicas and micro-batches do not divide."""
-    unit = candidate.micro_batch_size * candidate.data_parallel_size
-    for size in sizes:
+    unit = candidate.samples_at_once
+    for phase in phases:
+        size = phase.batch.global_batch_size
         if size % unit:
             return (
                 f"global batch {size} is not a multiple of micro-batch size {candidate.micro_batch_size} x "
@@ -147,20 +175,25 @@ def _indivisible(candidate: Candidate, sizes: Sequence[int]) -> str | None:
     return None
 
 
-def _judge(run: RunConfig, devices: int, machine: Machine, candidate: Candidate) -> Candidate:
-    """Fill in the memory of a legal candidate, and its time, or that it does not fit."""
-    plan = RunPlan.of(_run_of(run, candidate), devices)
-    # Memory first: it is cheaper than playing every phase of a ramp, and rules out many candidates.
-    totals = [use.total for use in stage_memory(plan, machine.on_cpu)]
-    needed = max(totals)
+def _weighed_and_timed(
+    plan: RunPlan, cost: PipelineCost, machine: Machine, candidate: Candidate, phases: Sequence[RampPhase]
+) -> Candidate:
+    """Fill in the memory of a candidate whose batches divide, and its time, or that it does not fit."""
+    micro_batch_size = candidate.micro_batch_size
+    num_microbatches = [phase.batch.global_batch_size // candidate.samples_at_once for phase in phases]
+    # Memory first: it is cheaper than playing every phase of a ramp. It grows with the micro-batches.
+    most = max(num_microbatches)
+    largest = Batch(most * candidate.samples_at_once, micro_batch_size, most)
+    stage, needed = fullest_stage(plan, machine.on_cpu, largest)
     usable = machine.device.usable_bytes
     weighed = replace(candidate, memory_gib=needed / GIB)
     if needed > usable:
-        stage = totals.index(needed)
         reason = f"stage {stage} needs {needed / GIB:.1f} GiB, {usable / GIB:.1f} are usable"
         return replace(weighed, reason=reason)
-    cost = step_cost(plan, machine)
-    seconds = sum(phase.num_steps * phase_speed(plan, phase, cost).step_seconds for phase in plan.phases)
+    seconds = sum(
+        phase.num_steps * cost.step_seconds(micro_batch_size, count)
+        for phase, count in zip(phases, num_microbatches, strict=True)
+    )
     return replace(weighed, seconds_to_train=seconds)
 
 
@@ -178,28 +211,33 @@ def _rank(candidate: Candidate) -> tuple[bool, float, float, tuple[int, ...]]:
 def _run_of(run: RunConfig, candidate: Candidate) -> RunConfig:
     """Return the run file as it would be for a candidate; the fields are legal, and no rule is checked."""
     settings = run.megastable
-    pipeline = {
-        "num_stages": candidate.num_stages,
-        # A list of blocks in the file is for its own number of stages.
-        "partition": "balanced",
-        "activation_checkpointing": candidate.activation_checkpointing,
-    }
-    tensor_parallel = {
-        "size": candidate.tensor_parallel_size,
-        # The rules refuse sequence parallelism without ranks to share the sequence.
-        "sequence_parallel": settings.tensor_parallel.sequence_parallel and candidate.tensor_parallel_size > 1,
-    }
     ramp = dict(SAME_SIZE_AT_EVERY_BATCH)
     if candidate.ramp_start is not None:
         ramp["start"] = candidate.ramp_start
-    changed = {
-        "pipeline": settings.pipeline.model_copy(update=pipeline),
-        "tensor_parallel": settings.tensor_parallel.model_copy(update=tensor_parallel),
-        "batch_rampup": settings.batch_rampup.model_copy(update=ramp),
-    }
+    changed: dict[str, Any] = {"batch_rampup": settings.batch_rampup.model_copy(update=ramp)}
+    for name, values in _layout_keys(run, candidate).items():
+        changed[name] = getattr(settings, name).model_copy(update=values)
     return run.model_copy(
         update={
             "train_micro_batch_size_per_gpu": candidate.micro_batch_size,
             "megastable": settings.model_copy(update=changed),
         }
     )
+
+
+def _layout_keys(run: RunConfig, candidate: Candidate) -> dict[str, dict[str, Any]]:
+    """Return the keys of the sections that say how a candidate is laid out."""
+    return {
+        "pipeline": {
+            "num_stages": candidate.num_stages,
+            # A list of blocks in the file is for its own number of stages.
+            "partition": "balanced",
+            "activation_checkpointing": candidate.activation_checkpointing,
+        },
+        "tensor_parallel": {
+            "size": candidate.tensor_parallel_size,
+            # The rules refuse sequence parallelism without ranks to share the sequence.
+            "sequence_parallel": run.megastable.tensor_parallel.sequence_parallel
+            and candidate.tensor_parallel_size > 1,
+        },
+    }

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 
 from megastable.core.flops import BACKWARD_FORWARD_RATIO, ModelShape, Recomputation
 from megastable.core.model_parts import ModelParts
@@ -86,6 +87,8 @@ class FlatLayer:
     """Operations of a sample, forward and backward, over all tensor ranks."""
 
 
+# A search over layouts, and every rule of a run file, asks for the same layers again.
+@lru_cache(maxsize=64)
 def flat_layers(
     shape: ModelShape, parts: ModelParts, recomputation: Recomputation, tensor_parallel_size: int = 1
 ) -> tuple[FlatLayer, ...]:

@@ -42,8 +42,8 @@ def simulate(passes: PassSeconds, num_microbatches: int) -> float:
     """Return the seconds from the first pass to the last, with every pass played in the order of 1F1B.
 
     PipeDream-Flush: Narayanan et al., arXiv 2104.04473, figure 4, which DeepSpeed runs. Stage s of p stages first runs
-    p - s forward passes (all, where there are fewer), then a backward and a forward pass in turn until no micro-batch is
-    left to start, then the backward passes that are left.
+    p - s forward passes (all, where there are fewer), then a backward and a forward pass in turn until no micro-batch
+    is left to start, then the backward passes that are left.
     """
     # In turn i every stage s plays the forward pass of micro-batch i and then the backward pass of micro-batch
     # i - (p - 1 - s), where there are such: that is the stage's own order. The backward pass waits for the next stage's

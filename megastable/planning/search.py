@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import cache, partial
+from itertools import groupby, product
 from typing import Any
 
 from megastable.config import RunConfig
 from megastable.config.reading.checking import faults_of_change
 from megastable.core.batch_rampup import Batch, RampPhase, RunLength
 from megastable.core.errors import UserError
-from megastable.core.layout import ParallelLayout, divisors
+from megastable.core.layout import divisors
 from megastable.core.memory import GIB
 from megastable.core.pipeline_cost import PipelineCost
 from megastable.planning.data_sheet_cost import Machine, step_cost
@@ -19,7 +20,9 @@ from megastable.planning.memory import fullest_stage
 from megastable.planning.run_plan import RunPlan
 
 MOST_WAYS = 500
-"""Ways to share devices that are tried; 384 devices have 108, and take two seconds."""
+"""Ways to share devices that are tried, in a quarter of a second; 384 devices have 108, 100,000 have 441."""
+MOST_PASSES = 1_500_000
+"""Passes of a pipeline that are played to time what fits: about a second. BLOOM-176B takes 330,000 on 384 A100."""
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 START_FACTORS = (1, 2, 4)
 """Starts of the ramp that are tried, as multiples of the file's."""
@@ -31,6 +34,10 @@ SAME_SIZE_AT_EVERY_BATCH: dict[str, Any] = {
     "chosen_micro_batch_sizes": (),
 }
 """The ramp's keys of the micro-batches where ``train_micro_batch_size_per_gpu`` alone says it."""
+
+
+Ramps = Mapping[int | None, Sequence[RampPhase]]
+"""Start of the ramp -> its phases, in micro-batches of one sample on one replica."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,14 @@ class Candidate:
         """Return the samples of one micro-batch on every replica, of which a global batch is a multiple."""
         return self.micro_batch_size * self.data_parallel_size
 
+    def num_microbatches(self, phases: Sequence[RampPhase]) -> list[int]:
+        """Return the number of micro-batches of every phase, whose batches divide."""
+        return [phase.batch.global_batch_size // self.samples_at_once for phase in phases]
+
+    def batch(self, num_microbatches: int) -> Batch:
+        """Return the batch of so many micro-batches."""
+        return Batch(num_microbatches * self.samples_at_once, self.micro_batch_size, num_microbatches)
+
 
 def search_layouts(file: RunConfig, devices: int, machine: Machine) -> list[Candidate]:
     """Find all candidates for ``devices``: the feasible ones first, the fastest at the top.
@@ -64,19 +79,25 @@ def search_layouts(file: RunConfig, devices: int, machine: Machine) -> list[Cand
     """
     run = _with_samples(file)
     ramps = {start: _phases(run, start) for start in _ramp_starts(run)}
+    legal: list[Candidate] = []
     found: list[Candidate] = []
-    for layout in _layouts(devices):
-        sizes = (layout.num_stages, layout.data_parallel_size, layout.tensor_parallel_size)
-        refusal = _refusal(run, layout)
-        for activation_checkpointing in (False, True):
-            candidates = [
-                Candidate(*sizes, micro_batch_size, activation_checkpointing, start)
-                for micro_batch_size, start in product(MICRO_BATCH_SIZES, ramps)
-            ]
-            if refusal is None:
-                found += _judge(run, machine, layout, candidates, ramps)
-            else:
-                found += [replace(candidate, reason=refusal) for candidate in candidates]
+    for candidate, refusal in _all_candidates(run, devices, ramps):
+        reason = refusal or _indivisible(candidate, ramps[candidate.ramp_start])
+        if reason is None:
+            legal.append(candidate)
+        else:
+            found.append(replace(candidate, reason=reason))
+    # What differs in its batches alone has the same cut, weights and passes, which are computed once.
+    num_passes = 0
+    for _, same_layout in groupby(legal, key=_without_batches):
+        alike = list(same_layout)
+        plan = RunPlan.of(_run_of(run, alike[0]), devices)
+        weighed = _weigh(plan, machine, alike, ramps)
+        fitting = [candidate for candidate in weighed if candidate.reason is None]
+        num_passes += _num_passes(fitting, ramps)
+        _check_passes(num_passes, devices)
+        found += [candidate for candidate in weighed if candidate.reason is not None]
+        found += _time(step_cost(plan, machine), fitting, ramps)
     return sorted(found, key=_rank)
 
 
@@ -111,55 +132,96 @@ def _phases(run: RunConfig, start: int | None) -> list[RampPhase]:
     return ramp.phases(total_samples=run.megastable.training.total_samples)
 
 
-def _layouts(devices: int) -> list[ParallelLayout]:
-    """List every way to share the devices among stages, replicas and tensor ranks.
+def _all_candidates(
+    run: RunConfig, devices: int, ramps: Iterable[int | None]
+) -> Iterator[tuple[Candidate, str | None]]:
+    """Yield all that can be varied, with the reason why the rules refuse it; None where they do not.
 
     Raises:
-        UserError: there are too many to try them all.
+        UserError: the devices can be shared in too many ways to try them all.
     """
     # Stages and tensor ranks of a replica must divide the devices; replicas take what is left.
-    layouts = [
-        ParallelLayout.of_world(devices, stages, tensor)
-        for stages in divisors(devices)
-        for tensor in divisors(devices // stages)
-    ]
-    if len(layouts) > MOST_WAYS:
+    ways = [(stages, tensor) for stages in divisors(devices) for tensor in divisors(devices // stages)]
+    if len(ways) > MOST_WAYS:
         raise UserError(
-            f"--search: {devices:,} devices can be shared among stages, replicas and tensor ranks in {len(layouts):,} "
+            f"--search: {devices:,} devices can be shared among stages, replicas and tensor ranks in {len(ways):,} "
             f"ways, and at most {MOST_WAYS} are tried; ask for a number of devices with fewer divisors"
         )
-    return layouts
+    for stages, tensor in ways:
+        replicas = devices // stages // tensor
+        refusal = _refusal(run, stages, tensor)
+        for checkpointing, size, start in product((False, True), MICRO_BATCH_SIZES, ramps):
+            yield Candidate(stages, replicas, tensor, size, checkpointing, start), refusal
 
 
-def _refusal(run: RunConfig, layout: ParallelLayout) -> str | None:
-    """Say why the rules of a run file refuse this layout of stages and tensor ranks, whatever its batches."""
-    candidate = Candidate(
-        layout.num_stages, 1, layout.tensor_parallel_size, 1, activation_checkpointing=False, ramp_start=None
+def _without_batches(candidate: Candidate) -> tuple[int, int, int, bool]:
+    return (
+        candidate.num_stages,
+        candidate.data_parallel_size,
+        candidate.tensor_parallel_size,
+        candidate.activation_checkpointing,
     )
+
+
+def _refusal(run: RunConfig, stages: int, tensor: int) -> str | None:
+    """Say why the rules of a run file refuse this layout of stages and tensor ranks, whatever its batches."""
+    candidate = Candidate(stages, 1, tensor, 1, activation_checkpointing=False, ramp_start=None)
     faults = faults_of_change(run, _layout_keys(run, candidate))
     return str(faults[0]) if faults else None
 
 
-def _judge(
-    run: RunConfig,
-    machine: Machine,
-    layout: ParallelLayout,
-    candidates: Sequence[Candidate],
-    ramps: Mapping[int | None, Sequence[RampPhase]],
-) -> Iterator[Candidate]:
-    """Fill in the memory and time of candidates that differ in their batches alone, or why they cannot be."""
-    plan: RunPlan | None = None
-    for candidate in candidates:
+def _weigh(plan: RunPlan, machine: Machine, alike: Sequence[Candidate], ramps: Ramps) -> list[Candidate]:
+    """Fill in the memory of legal candidates that differ in their batches alone, and why they do not fit."""
+    usable = machine.device.usable_bytes
+    # All starts of a ramp lead to the same batches.
+    fullest = cache(partial(fullest_stage, plan, machine.on_cpu))
+    weighed = []
+    for candidate in alike:
+        # Memory grows with the micro-batches.
+        most = max(candidate.num_microbatches(ramps[candidate.ramp_start]))
+        stage, needed = fullest(candidate.batch(most))
+        reason = None
+        if needed > usable:
+            reason = f"stage {stage} needs {needed / GIB:.1f} GiB, {usable / GIB:.1f} are usable"
+        weighed.append(replace(candidate, memory_gib=needed / GIB, reason=reason))
+    return weighed
+
+
+def _num_passes(alike: Sequence[Candidate], ramps: Ramps) -> int:
+    """Count roughly the passes that are played to time the candidates, which differ in their batches alone."""
+    num_passes = 0
+    counts: set[tuple[int, int]] = set()
+    for candidate in alike:
+        stages = candidate.num_stages
         phases = ramps[candidate.ramp_start]
-        reason = _indivisible(candidate, phases)
-        if reason is not None:
-            yield replace(candidate, reason=reason)
-            continue
-        if plan is None:
-            # Of the first that divides, for all: cut, weights and the time of a sample are the same.
-            plan = RunPlan.of(_run_of(run, candidate), layout.world_size)
-            cost = step_cost(plan, machine)
-        yield _weighed_and_timed(plan, cost, machine, candidate, phases)
+        num_passes += len(phases)
+        # A longer step is extrapolated.
+        counts.update((stages, min(count, stages + 1)) for count in candidate.num_microbatches(phases))
+    return num_passes + sum(stages * (stages + count) for stages, count in counts if stages > 1)
+
+
+def _check_passes(num_passes: int, devices: int) -> None:
+    """Check that the search ends soon.
+
+    Raises:
+        UserError: too many passes would be played.
+    """
+    if num_passes > MOST_PASSES:
+        raise UserError(
+            f"--search: so many layouts of {devices:,} devices fit, with so many batches each, that more than "
+            f"{MOST_PASSES:,} passes would be played to time them; ask for a number of devices with fewer divisors, or "
+            "for fewer batches: a larger megastable.batch_rampup.increment, or a shorter list of steps"
+        )
+
+
+def _time(cost: PipelineCost, alike: Sequence[Candidate], ramps: Ramps) -> Iterator[Candidate]:
+    """Fill in the time to train of candidates that fit and differ in their batches alone."""
+    for candidate in alike:
+        phases = ramps[candidate.ramp_start]
+        seconds = 0.0
+        for phase, count in zip(phases, candidate.num_microbatches(phases), strict=True):
+            seconds += phase.num_steps * cost.step_seconds(candidate.micro_batch_size, count)
+        yield replace(candidate, seconds_to_train=seconds)
 
 
 def _indivisible(candidate: Candidate, phases: Sequence[RampPhase]) -> str | None:
@@ -173,28 +235,6 @@ def _indivisible(candidate: Candidate, phases: Sequence[RampPhase]) -> str | Non
                 f"data-parallel size {candidate.data_parallel_size} = {unit}"
             )
     return None
-
-
-def _weighed_and_timed(
-    plan: RunPlan, cost: PipelineCost, machine: Machine, candidate: Candidate, phases: Sequence[RampPhase]
-) -> Candidate:
-    """Fill in the memory of a candidate whose batches divide, and its time, or that it does not fit."""
-    micro_batch_size = candidate.micro_batch_size
-    num_microbatches = [phase.batch.global_batch_size // candidate.samples_at_once for phase in phases]
-    # Memory first: it is cheaper than playing every phase of a ramp. It grows with the micro-batches.
-    most = max(num_microbatches)
-    largest = Batch(most * candidate.samples_at_once, micro_batch_size, most)
-    stage, needed = fullest_stage(plan, machine.on_cpu, largest)
-    usable = machine.device.usable_bytes
-    weighed = replace(candidate, memory_gib=needed / GIB)
-    if needed > usable:
-        reason = f"stage {stage} needs {needed / GIB:.1f} GiB, {usable / GIB:.1f} are usable"
-        return replace(weighed, reason=reason)
-    seconds = sum(
-        phase.num_steps * cost.step_seconds(micro_batch_size, count)
-        for phase, count in zip(phases, num_microbatches, strict=True)
-    )
-    return replace(weighed, seconds_to_train=seconds)
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float, float, tuple[int, ...]]:

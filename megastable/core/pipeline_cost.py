@@ -164,16 +164,6 @@ class PipelineCost:
             return micro_batch_size * self._played(1, num_microbatches)
         return self._played(micro_batch_size, num_microbatches)
 
-    def least_pipeline_seconds(self, micro_batch_size: int, num_microbatches: int) -> float:
-        """Return a bound below ``pipeline_seconds`` that needs no playing, and is near it."""
-        passes = self._passes(micro_batch_size)
-        before = 0.0  # the first micro-batch comes through all stages before, and the last one goes back through them
-        least = 0.0
-        for both in map(sum, zip(passes.forward, passes.backward, strict=True)):
-            least = max(least, before + num_microbatches * both)
-            before += both
-        return least
-
     @cached_property
     def _passes(self) -> Callable[[int], PassSeconds]:
         """Return ``passes`` with what it has computed before."""
@@ -197,6 +187,17 @@ class PipelineCost:
     def step_seconds(self, micro_batch_size: int, num_microbatches: int) -> float:
         """Return the seconds of a whole step."""
         return self.pipeline_seconds(micro_batch_size, num_microbatches) + self.fixed_seconds
+
+    def least_step_seconds(self, micro_batch_size: int, num_microbatches: int) -> float:
+        """Return a bound below ``step_seconds``, but for rounding, that needs no playing and is near it."""
+        passes = self._passes(micro_batch_size)
+        least = 0.0
+        # The first micro-batch comes through all stages before a stage, and the last one goes back through them.
+        before = 0.0
+        for both in map(sum, zip(passes.forward, passes.backward, strict=True)):
+            least = max(least, before + num_microbatches * both)
+            before += both
+        return least + self.fixed_seconds
 
     def idle_share(self, micro_batch_size: int, num_microbatches: int) -> float:
         """Compute the share of the pipeline's time in which a stage waits, on average over the stages.

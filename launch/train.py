@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from megastable.core.scripts import parse_arguments
 from megastable.training.entry import RunRequest, refuse_command_line, run_command
 
 
@@ -45,7 +46,7 @@ def main() -> int:
         "--load", type=Path, metavar="PATH", help="start a new run folder from this checkpoint, e.g. of another run"
     )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher appends it
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser)
     return run_command(
         RunRequest(
             run_file=arguments.deepspeed_config,

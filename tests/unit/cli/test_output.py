@@ -126,7 +126,7 @@ HOSTILE_WORDS = ["--\x1b[31mx", "-\u202ex", "\x1b[2J\u202e", "\x9b31m", "a\nb", 
 def test_what_was_typed_is_shown_and_not_obeyed(command: list[str], word: str) -> None:
     for line in ([*command, word], [*command, "a", "b", "c", word]):
         result = CliRunner(env={"COLUMNS": "200"}).invoke(app, line)
-        assert result.exit_code == 2
+        assert result.exit_code != 0
         assert all(shown.isprintable() for shown in result.output.split("\n"))
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from megastable.core.scripts import parse_arguments
 from megastable.training.entry import refuse_command_line, run_command
 from megastable.training.start import RunRequest
 
@@ -52,7 +53,7 @@ def main() -> int:
         "another text, megastable.data; repeatable",
     )  # fmt: skip
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher appends it
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser)
     return run_command(
         RunRequest(
             run_file=arguments.deepspeed_config,

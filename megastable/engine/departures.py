@@ -8,6 +8,7 @@ Each departure also names the test that fails without it.
 
 from __future__ import annotations
 
+from megastable.core.scripts import run_script
 from megastable.engine.upstream import Departure, changes
 
 PIPE_ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
@@ -290,4 +291,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -22,7 +22,8 @@ from megastable.core.launch import LOOPBACK, Launch
 from megastable.engine import rendezvous
 from megastable.engine.process_group import connected
 from megastable.engine.rendezvous import GLOO_INTERFACE, launcher_of
-from tests.support.ranks import REPOSITORY, fork_server
+from tests.support.launches import write_run_file
+from tests.support.ranks import CPU_ONLY, REPOSITORY, fork_server
 
 TIME_LIMIT_SECONDS = 60
 
@@ -168,3 +169,46 @@ def test_wrappers_of_a_rank_are_not_the_launcher(launcher: dict[str, str] | None
             return [*above, FakeProcess({})]
 
     assert launcher_of(Rank()) is above[2]
+
+
+WAITING = """
+import runpy, sys
+from datetime import timedelta
+from megastable.engine import rendezvous
+rendezvous.CONNECT_TIMEOUT = timedelta(seconds=2)
+runpy.run_path("launch/train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "per_node", "port", "what"),
+    [
+        (0, 1, "free", "1 of 2 processes have come to HOST, port PORT; after 0:00:02"),
+        (1, 1, "free", "rank 1 has not reached rank 0 at HOST, port PORT"),
+        (0, 2, "29500", "1 of 2 processes have come to 127.0.0.1, port "),
+        (1, 2, "29500", "rank 1 has not found rank 0, whose port would stand in "),
+    ],
+)
+def test_a_process_that_never_comes_is_one_message(
+    rank: int, per_node: int, port: str, what: str, tmp_path: Path
+) -> None:
+    if port == "free":
+        port = str(free_port())
+    host = socket.gethostname()
+    place = {
+        "RANK": str(rank), "LOCAL_RANK": str(rank % per_node), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(per_node),
+        "MASTER_ADDR": host, "MASTER_PORT": port, "TMPDIR": str(tmp_path),
+    }  # fmt: skip
+    ended = subprocess.run(
+        [
+            sys.executable, "-c", WAITING, "--deepspeed_config", str(write_run_file(tmp_path)),
+            "--run-dir", str(tmp_path / "run"),
+        ],
+        cwd=REPOSITORY, env={**os.environ, **CPU_ONLY, **place}, capture_output=True, text=True,
+        timeout=TIME_LIMIT_SECONDS,
+    )  # fmt: skip
+    assert ended.returncode == 2, ended.stderr
+    (message,) = [line for line in ended.stderr.splitlines() if "[megastable] error" in line]
+    assert what.replace("HOST", host).replace("PORT", port) in message
+    assert "MASTER_ADDR" in message and "Traceback" not in ended.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -119,8 +119,9 @@ def test_a_complete_checkpoint_gives_back_its_manifest(tmp_path: Path) -> None:
 
 def test_a_file_that_came_later_does_no_harm(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, 10)
+    before = read_manifest(folder)
     (folder / "notes.txt").write_text("the good one")
-    read_manifest(folder)
+    assert read_manifest(folder) == before
 
 
 @every_damage

@@ -65,6 +65,18 @@ def test_no_more_is_left_than_was_asked_for(saved: list[SavedStep], verified_ste
     assert steps_to_delete([entry for entry in saved if entry.step not in deleted], verified_step, keep) == []
 
 
+def test_a_loss_that_is_not_finite_is_never_the_best() -> None:
+    saved = [
+        SavedStep(10, 2.0),
+        SavedStep(20, math.nan),
+        SavedStep(30, -math.inf),
+        SavedStep(40, None),
+        SavedStep(50, 3),
+    ]
+    keep = CheckpointConfig(keep_last=1, keep_best=1)
+    assert steps_to_delete(saved, 50, keep) == [20, 30, 40]
+
+
 class Example(NamedTuple):
     """Settings, and what is left of checkpoints at 10, 20 … 60 with validation losses of 3, 1, 2, 5, 4 and 6."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import deepspeed
@@ -28,6 +28,8 @@ from megastable.engine.pipeline_module import GptPipeline, compile_blocks, uncom
 from megastable.engine.random_state import seed_rank
 from megastable.engine.tensor_group import partial_parameters
 from megastable.engine.weight_update import WeightUpdate
+
+SAVED_BYTES_PER_PARAMETER = 12
 
 
 class BatchRampupHook:
@@ -61,6 +63,9 @@ class BatchRampupHook:
 class TrainingEngine:
     """The engine of one rank; its methods are collective, every rank of the run calls them together.
 
+    Args:
+        asked_to_stop: tells whether this rank has been asked to stop, which a step tells all ranks.
+
     Attributes:
         deepspeed: DeepSpeed's own engine.
         configured_optimizer: the optimizer's settings of the run file, to be put back after a load.
@@ -68,9 +73,17 @@ class TrainingEngine:
         writers: DeepSpeed's TensorBoard, W&B, Comet and CSV writers, which write only what they are called with.
         stage: the pipeline stage of this rank.
         replica: its index among the data-parallel ranks.
+        saved_bytes: what this rank writes at a save, which is its share of the fp32 weights and of both moments.
     """
 
-    def __init__(self, run: RunConfig, layout: ParallelLayout, ramp: BatchRampup, run_dir: Path) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        layout: ParallelLayout,
+        ramp: BatchRampup,
+        run_dir: Path,
+        asked_to_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._run = run
         module = GptPipeline(run, layout)
         engine, optimizer, _, _ = deepspeed.initialize(
@@ -86,13 +99,19 @@ class TrainingEngine:
 
         # What a step executes.
         partitions = flat_partitions(optimizer, tensor_rank)
+        self.saved_bytes = sum(partition.master.numel() for partition in partitions) * SAVED_BYTES_PER_PARAMETER
         tensor = run.megastable.tensor_parallel
         partial = partial_parameters(module, tensor.size, tensor.sequence_parallel)
         busy = BusyTime()
         install_instructions(engine, instruction_table(partial, busy))
-        WeightUpdate(
-            optimizer, partitions, reduced=has_several_replicas(engine), loss=lambda: engine.total_loss
-        ).replace_step()
+        self._update = WeightUpdate(
+            optimizer,
+            partitions,
+            reduced=has_several_replicas(engine),
+            loss=lambda: engine.total_loss,
+            asked_to_stop=asked_to_stop,
+        )
+        self._update.replace_step()
         skip_at_minimum_scale(optimizer)
         if run.megastable.model.compile:
             compile_blocks(module, run)
@@ -147,6 +166,7 @@ class TrainingEngine:
             skipped=not engine.was_step_applied(),
             step_seconds=step_seconds,
             watched=self._watch.finish(step_seconds) if watch else None,
+            asked_to_stop=self._update.asked_to_stop,
         )
 
     def weight_kinds(self) -> list[WeightKind]:

@@ -16,6 +16,7 @@ from megastable.engine.device import allow_fp16_on_cpu, check_compiler, check_fp
 from megastable.engine.hostfile import check_hostfile
 from megastable.engine.node_work import first_on_each_node
 from megastable.engine.process_group import check_equal_on_all_ranks, connected, reporting_failures
+from megastable.engine.stop_request import StopRequest, listening
 from megastable.engine.training_engine import TrainingEngine
 from megastable.monitors import Monitors
 from megastable.planning.run_plan import RunPlan
@@ -37,6 +38,7 @@ def train(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | N
         UserError: the launcher's hostfile was not read; the port is taken; the data cannot be read, does not fit the
             model or is not the checkpoint's; fp16 or a C++ compiler is not to be had; two metrics have one name; the
             ranks do not agree on the data or the batches. Nothing is written into the run folder then.
+        AskedToStopError: the run was asked to stop.
     """
     settings = plan.run.megastable
     check_hostfile()
@@ -45,14 +47,15 @@ def train(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | N
     allow_fp16_on_cpu(plan.run)
     monitors = Monitors(plan, STEP_METRICS)
     # A failure ends the process inside of the inner one: leaving the group in order would wait for peers that are gone.
-    with connected(launch) as peers, reporting_failures(launch.rank, plan.layout, peers):
+    stop = StopRequest.of_this_process(launch.rank, settings.training.time_limit)
+    with listening(stop), connected(launch) as peers, reporting_failures(launch.rank, plan.layout, peers, stop):
         # After the ranks have met: tokenising may take hours on one node, where another would give up connecting.
         corpus = first_on_each_node(launch.rank, peers, partial(_open_corpus, plan, launch, checkpoint))
         check_equal_on_all_ranks(corpus.fingerprint, "the tokenised corpus of megastable.data")
         check_equal_on_all_ranks(
             settings.batch_rampup.model_dump_json(), "megastable.batch_rampup, with the micro-batch sizes chosen,"
         )
-        _train_connected(plan, launch, folder, checkpoint, corpus, monitors)
+        _train_connected(plan, launch, folder, checkpoint, corpus, monitors, stop)
 
 
 def _open_corpus(plan: RunPlan, launch: Launch, checkpoint: Path | None) -> Corpus:
@@ -79,10 +82,16 @@ def check_same_corpus(manifest: Manifest, corpus: Corpus) -> None:
 
 
 def _train_connected(
-    plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | None, corpus: Corpus, monitors: Monitors
+    plan: RunPlan,
+    launch: Launch,
+    folder: RunFolder,
+    checkpoint: Path | None,
+    corpus: Corpus,
+    monitors: Monitors,
+    stop: StopRequest,
 ) -> None:
     """Build the engine, bring it to where the run starts from, and train."""
-    engine = TrainingEngine(plan.run, plan.layout, plan.ramp, folder.path)
+    engine = TrainingEngine(plan.run, plan.layout, plan.ramp, folder.path, asked_to_stop=lambda: stop.is_made)
     state = TrainingState()
     if checkpoint is not None:
         state = load_checkpoint(engine, checkpoint)
@@ -105,7 +114,7 @@ def _train_connected(
         if checkpoint is not None:
             for event in events_of_resume(folder, checkpoint, plan.run, state):
                 recorder.record_event(event)
-        last_eval_loss = train_steps(plan, engine, corpus, state, recorder, monitors, save)
+        last_eval_loss = train_steps(plan, engine, corpus, state, recorder, monitors, save, stop)
         recorder.note(conclusion(corpus, last_eval_loss))
 
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
-from megastable.config.limits import LARGEST_FACTOR, MOST_PROCESSES, MOST_SAMPLES, MOST_STEPS, MOST_TOKENS
+from megastable.config.limits import (
+    LARGEST_FACTOR,
+    MOST_PROCESSES,
+    MOST_SAMPLES,
+    MOST_SECONDS,
+    MOST_STEPS,
+    MOST_TOKENS,
+)
 from megastable.config.reading.faults import Fault
 from megastable.config.section import RegisteredName, Section
 from megastable.core.batch_rampup import goes_on
@@ -48,6 +57,39 @@ class InitConfig(Section):
     )
 
 
+CLOCK_PATTERN = r"^(?:(\d{1,4})-)?(\d{1,5}):([0-5]\d):([0-5]\d)$"
+
+
+def _seconds_or_clock(value: object) -> object:
+    """Return a number of seconds, which a text like SLURM's ``--time`` gives as well; null stays null."""
+    if value is None:
+        return None
+    clock = re.fullmatch(CLOCK_PATTERN, value, re.ASCII) if isinstance(value, str) else None
+    if clock is not None:
+        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        value = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    # To Python, JSON's true is the number 1.
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MOST_SECONDS:
+        return float(value)
+    raise PydanticCustomError(
+        "duration",
+        'must be a number of seconds above 0, or a text "HH:MM:SS" or "D-HH:MM:SS"; at most {most} seconds',
+        {"most": MOST_SECONDS},
+    )
+
+
+Duration = Annotated[
+    float | None,
+    BeforeValidator(
+        _seconds_or_clock,
+        json_schema_input_type=Annotated[float, Field(gt=0, le=MOST_SECONDS)]
+        | Annotated[str, Field(pattern=CLOCK_PATTERN)]
+        | None,
+    ),
+]
+"""The type of a key that holds a length of time, in seconds or as on a clock; null for none."""
+
+
 class TrainingConfig(Section):
     """How long to train, and how to evaluate."""
 
@@ -65,6 +107,11 @@ class TrainingConfig(Section):
     )
     eval_samples: int = Field(
         default=256, ge=1, le=MOST_SAMPLES, description="Most validation samples of one evaluation."
+    )
+    time_limit: Duration = Field(
+        default=None,
+        description='Seconds, or "HH:MM:SS", after which the processes of a run have ended: it stops and saves while '
+        "a save still fits. Counted from the start of the process; null: no limit.",
     )
     # For runs that have to be reproduced: another number of processes changes the order of floating-point sums.
     world_size: int | None = Field(

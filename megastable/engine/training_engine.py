@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import deepspeed
@@ -62,6 +62,10 @@ class BatchRampupHook:
 class TrainingEngine:
     """The engine of one rank; its methods are collective, every rank of the run calls them together.
 
+    Args:
+        first_sample: samples consumed before the first step.
+        asked_to_stop: tells whether this rank has been asked to stop, which a step tells all ranks.
+
     Attributes:
         deepspeed: DeepSpeed's own engine.
         model_state: what training changes of the model on this rank.
@@ -70,13 +74,16 @@ class TrainingEngine:
         layout: the stages, replicas and tensor ranks of the run.
         stage: the pipeline stage of this rank.
         replica: its index among the data-parallel ranks.
-
-    Args:
-        first_sample: samples consumed before the first step.
     """
 
     def __init__(
-        self, run: RunConfig, layout: ParallelLayout, ramp: BatchRampup, run_dir: Path, first_sample: int = 0
+        self,
+        run: RunConfig,
+        layout: ParallelLayout,
+        ramp: BatchRampup,
+        run_dir: Path,
+        first_sample: int = 0,
+        asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._run = run
         self.layout = layout
@@ -99,9 +106,14 @@ class TrainingEngine:
         partial = partial_parameters(module, tensor.size, tensor.sequence_parallel)
         busy = BusyTime()
         install_instructions(engine, instruction_table(partial, busy))
-        WeightUpdate(
-            optimizer, partitions, reduced=has_several_replicas(engine), loss=lambda: engine.total_loss
-        ).replace_step()
+        self._update = WeightUpdate(
+            optimizer,
+            partitions,
+            reduced=has_several_replicas(engine),
+            loss=lambda: engine.total_loss,
+            asked_to_stop=asked_to_stop,
+        )
+        self._update.replace_step()
         skip_at_minimum_scale(optimizer)
         if run.megastable.model.compile:
             compile_blocks(module, run)
@@ -157,6 +169,7 @@ class TrainingEngine:
             skipped=not engine.was_step_applied(),
             step_seconds=step_seconds,
             watched=self._watch.finish(step_seconds) if watch else None,
+            asked_to_stop=self._update.asked_to_stop,
         )
 
     def snapshot(self, reused: Snapshot | None = None) -> Snapshot:

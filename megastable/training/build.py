@@ -15,6 +15,7 @@ from megastable.engine.device import allow_fp16_on_cpu, check_compiler, check_fp
 from megastable.engine.hostfile import check_hostfile
 from megastable.engine.node_work import first_on_each_node
 from megastable.engine.process_group import check_equal_on_all_ranks, connected, reporting_failures
+from megastable.engine.stop_request import StopRequest, listening
 from megastable.engine.training_engine import TrainingEngine
 from megastable.engine.writers import rewind_writers
 from megastable.monitors import Monitors
@@ -39,6 +40,7 @@ def train(start: Start, launch: Launch, folder: RunFolder) -> None:
             read, does not fit the model or is not the checkpoint's; fp16 or a C++ compiler is not to be had; two
             metrics have one name; the ranks do not agree on the checkpoint, the data or the batches. Nothing is written
             into the run folder then.
+        AskedToStopError: the run was asked to stop.
     """
     run = start.plan.run
     check_hostfile()
@@ -47,7 +49,8 @@ def train(start: Start, launch: Launch, folder: RunFolder) -> None:
     allow_fp16_on_cpu(run)
     monitors = Monitors(start.plan, STEP_METRICS)
     # A failure ends the process inside of the inner one: leaving the group in order would wait for peers that are gone.
-    with connected(launch) as peers, reporting_failures(launch.rank, start.plan.layout, peers):
+    stop = StopRequest.of_this_process(launch.rank, run.megastable.training.time_limit)
+    with listening(stop), connected(launch) as peers, reporting_failures(launch.rank, start.plan.layout, peers, stop):
         whole = _whole_start(start)
         if whole is not start:
             monitors = Monitors(whole.plan, STEP_METRICS)
@@ -59,7 +62,7 @@ def train(start: Start, launch: Launch, folder: RunFolder) -> None:
             start.plan.run.megastable.batch_rampup.model_dump_json(),
             "megastable.batch_rampup, with the micro-batch sizes chosen,",
         )
-        _train_connected(start, launch, folder, corpus, monitors)
+        _train_connected(start, launch, folder, corpus, monitors, stop)
 
 
 def _whole_start(start: Start) -> Start:
@@ -86,11 +89,15 @@ def _open_corpus(start: Start, launch: Launch) -> Corpus:
     return corpus
 
 
-def _train_connected(start: Start, launch: Launch, folder: RunFolder, corpus: Corpus, monitors: Monitors) -> None:
+def _train_connected(
+    start: Start, launch: Launch, folder: RunFolder, corpus: Corpus, monitors: Monitors, stop: StopRequest
+) -> None:
     """Build the engine, bring it to where the run starts from, and train."""
     plan = start.plan
     settings = plan.run.megastable
-    engine = TrainingEngine(plan.run, plan.layout, plan.ramp, folder.path, plan.phases[0].first_sample)
+    engine = TrainingEngine(
+        plan.run, plan.layout, plan.ramp, folder.path, plan.phases[0].first_sample, lambda: stop.is_made
+    )
     state = FRESH
     if start.checkpoint is not None and start.manifest is not None:
         state = load_checkpoint(
@@ -114,7 +121,7 @@ def _train_connected(start: Start, launch: Launch, folder: RunFolder, corpus: Co
             ):
                 recorder.record_event(event)
         checkpoints = Checkpoints(writer, monitors, recorder, run_as_dict(plan.run), corpus.fingerprint)
-        last_eval_loss = train_steps(plan, engine, corpus, state, recorder, monitors, checkpoints)
+        last_eval_loss = train_steps(plan, engine, corpus, state, recorder, monitors, checkpoints, stop)
         recorder.note(conclusion(corpus, last_eval_loss))
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from megastable.core.errors import RunStoppedError, UserError, shown
+from megastable.core.errors import AskedToStopError, RunStoppedError, UserError, shown
 from megastable.core.launch import Launch, check_port
 from megastable.core.launch_variables import rank_as_given
 from megastable.training.output import protect_standard_streams
@@ -28,6 +28,9 @@ def run_command(request: RunRequest) -> int:
     except RunStoppedError as error:
         # All ranks have come to the same decision at the same step, and leave together; rank 0 says why.
         if rank_as_given(os.environ) != "0":
+            return error.exit_code
+        if isinstance(error, AskedToStopError):
+            _print_error(f"[megastable] {error}")
             return error.exit_code
         return refuse(error)
     except UserError as error:

@@ -33,6 +33,7 @@ class Checkpoints:
         self._run = run
         self._corpus_fingerprint = corpus_fingerprint
         self._consumed_samples: dict[int, int] = {}
+        self._last: SaveOutcome | None = None
 
     def save(self, state: TrainingState, loss: float, eval_loss: float | None) -> None:
         """Begin to save the state as it is, with the losses of its last step; collective."""
@@ -40,19 +41,22 @@ class Checkpoints:
         # Copied, since the monitors go on while it is written.
         monitors = copy.deepcopy(self._monitors.state_dict())
         self._writer.save(RunRecord(state, self._run, self._corpus_fingerprint, monitors, loss, eval_loss))
-        self.report()
 
-    def report(self) -> None:
-        """Show the saves that have ended since; one that failed is an event, too."""
-        for outcome in self._writer.outcomes():
-            self._report(outcome)
+    def report(self) -> list[SaveOutcome]:
+        """Show and return the saves that have ended since; one that failed is an event, too."""
+        outcomes = self._writer.outcomes()
+        for outcome in outcomes:
+            self._show(outcome)
+            self._last = outcome
+        return outcomes
 
-    def finish(self) -> None:
-        """Wait for a save that is under way, and show how it ended."""
+    def finish(self) -> SaveOutcome | None:
+        """Wait for a save that is under way, show how it ended, and return the outcome of the last save of this run."""
         self._writer.wait()
         self.report()
+        return self._last
 
-    def _report(self, outcome: SaveOutcome) -> None:
+    def _show(self, outcome: SaveOutcome) -> None:
         consumed_samples = self._consumed_samples.pop(outcome.step)
         if outcome.fault is None:
             self._recorder.note(f"saved {outcome.folder}")

@@ -53,7 +53,7 @@ def test_a_new_monitor_is_in_metrics_events_and_checkpoints_and_goes_on_after_a_
     assert [event for event in events(resumed) if event["kind"] == "half_way"] == half_way
 
     remembered = read_manifest(whole / "checkpoints" / folder_name(SAVE_AT)).monitors
-    assert remembered["toy"] == {"used": pytest.approx(sum(rates[:SAVE_AT]))}
+    assert remembered["toy"] == {"used": pytest.approx(sum(rates[:SAVE_AT])), "planned": pytest.approx(sum(rates))}
 
 
 class Colliding(LearningRateProgress):

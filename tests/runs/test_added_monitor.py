@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -62,7 +62,7 @@ class Colliding(LearningRateProgress):
     metric_names = ("grad_norm",)
 
 
-def go_no_further(*arguments: Any, **keywords: Any) -> None:
+def go_no_further(*arguments: Any, **keywords: Any) -> NoReturn:
     """Stand for the first thing that takes time. To connect would end this process at a failure."""
     raise AssertionError("the run was not refused")
 

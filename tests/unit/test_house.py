@@ -222,7 +222,8 @@ def test_checkpoints_need_neither_torch_nor_deepspeed_nor_numpy() -> None:
 
 PLAN_AND_RUN = """
 from pathlib import Path
-from megastable.training.entry import RunRequest, run_command
+from megastable.training.entry import run_command
+from megastable.training.start import RunRequest
 from megastable.planning.run_plan import RunPlan
 from megastable.config import load_run_file
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megastable.core.checkpoint_folder import Manifest
 
 from megastable.config import RunConfig, load_run_file, run_from_dict
 from megastable.config.run_config import run_as_dict
@@ -25,9 +24,10 @@ from megastable.planning.micro_batches import load_plan, with_chosen_micro_batch
 from megastable.planning.preflight.preflight import preflight
 from megastable.planning.run_plan import RunPlan
 from megastable.planning.search import search_layouts
-from megastable.training.entry import RunRequest, run_command
+from megastable.training.entry import run_command
 from megastable.training.host import look_at_text
 from megastable.training.run_folder import RunFolder
+from megastable.training.start import RunRequest
 from tests.support.calibrations import write_calibration
 from tests.support.checkpoints import write_checkpoint
 from tests.support.tiny_run import run_dict

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megastable.config import RunConfig, load_run_file
 from megastable.core.checkpoint_folder import read_manifest
-from megastable.core.errors import RunStoppedError, UserError, shown
+from megastable.core.errors import RunFolderError, RunStoppedError, UserError, shown
 from megastable.core.launch import Launch, check_port
 from megastable.core.launch_variables import rank_as_given
 from megastable.planning.micro_batches import with_chosen_micro_batches, with_recorded_micro_batches
@@ -27,6 +27,7 @@ from megastable.training.run_folder import (
     checkpoint_to_resume,
     nothing_left,
 )
+from megastable.training.run_lock import RunLock
 
 EXIT_CODE_INTERRUPTED = 130
 """Shells give 128 + 2 to a program that SIGINT (signal 2) has ended."""
@@ -51,12 +52,18 @@ def run_command(request: RunRequest) -> int:
     """Train as requested and return the exit code."""
     protect_standard_streams()
     try:
-        _plan_and_train(request)
+        # What is held is given back when this is left, in whatever way.
+        with contextlib.ExitStack() as held:
+            _plan_and_train(request, held)
     except RunStoppedError as error:
         # All ranks have come to the same decision at the same step, and leave together; rank 0 says why.
         if rank_as_given(os.environ) != "0":
             return error.exit_code
         return refuse(error)
+    except RunFolderError as error:
+        exit_code = refuse(error)
+        _refuse_other_nodes(error)
+        return exit_code
     except UserError as error:
         return refuse(error)
     except KeyboardInterrupt:
@@ -64,13 +71,16 @@ def run_command(request: RunRequest) -> int:
     return 0
 
 
-def _plan_and_train(request: RunRequest) -> None:
+def _plan_and_train(request: RunRequest, held: contextlib.ExitStack) -> None:
     launch = Launch.detect(os.environ)
     check_port(launch)
     run = load_run_file(request.run_file, request.overrides, launch.world_size)
     check_writer_packages(run)
     folder = RunFolder(request.run_dir or Path("runs") / request.run_file.stem)
     folder.check_writable()
+    # Before any checkpoint is looked for, which another run may be writing. The other ranks write nothing before they
+    # have met rank 0, and so not before the folder is locked.
+    lock = held.enter_context(RunLock.take(folder)) if launch.rank == 0 else None
     checkpoint = _find_checkpoint(request, folder, launch)
     # Before the choice of micro-batches: a run goes on in those that were chosen for it, and not in what a calibration
     # that has changed since would choose.
@@ -86,7 +96,16 @@ def _plan_and_train(request: RunRequest) -> None:
 
     from megastable.training.build import train  # loads torch and deepspeed
 
-    train(plan, launch, folder, checkpoint)
+    train(plan, launch, folder, checkpoint, lock)
+
+
+def _refuse_other_nodes(error: RunFolderError) -> None:
+    """End the ranks of other nodes, which would wait for rank 0: its launcher may not end them."""
+    launch = Launch.detect(os.environ)
+    if not launch.single_node:
+        from megastable.engine.process_group import refuse_other_ranks
+
+        refuse_other_ranks(launch, str(error))
 
 
 def check_writer_packages(run: RunConfig) -> None:

@@ -16,6 +16,7 @@ from megastable.data import (
     num_evaluation_micro_batches,
     training_micro_batches,
 )
+from megastable.engine.process_group import stop_together
 from megastable.engine.training_engine import TrainingEngine
 from megastable.monitors import Monitors
 from megastable.monitors.monitor import STOP, Seen
@@ -44,7 +45,8 @@ def train_steps(
         The last validation loss; None where no evaluation was made.
 
     Raises:
-        RunStoppedError: a monitor or the consistency check stops the run; on all ranks.
+        RunStoppedError: a monitor or the consistency check stops the run, or another run has taken its folder over; on
+            all ranks.
     """
     settings = plan.run.megastable
     order = SampleOrder(len(corpus.train), settings.training.seed)
@@ -73,6 +75,7 @@ def train_steps(
             eval_loss = evaluate(plan, engine, corpus, batch)
             last_eval_loss = eval_loss
 
+        stop_together(recorder.look_after_folder(state))
         recorder.record(
             StepMetrics.of(plan, state, batch, learning_rate, result, eval_loss, monitors.values(), consistency_seconds)
         )

@@ -14,7 +14,7 @@ from megastable.config import PipelineConfig, RunConfig
 from megastable.config.run_config import differences, run_as_dict
 from megastable.config.stages import StageCut
 from megastable.core.checkpoint_folder import Manifest, newest_complete, read_manifest, step_folders
-from megastable.core.errors import UserError
+from megastable.core.errors import RunFolderError, UserError
 from megastable.core.records import Event, TrainingState
 from megastable.core.run_paths import RunPaths
 from megastable.planning.run_plan import RunPlan
@@ -45,16 +45,16 @@ class RunFolder(RunPaths):
         """Refuse to write a new run over an old one.
 
         Raises:
-            UserError: the folder holds a run.
+            RunFolderError: the folder holds a run.
         """
         if step_folders(self.checkpoints):
-            raise UserError(
+            raise RunFolderError(
                 f"{self.path} already holds a run. Continue it with --resume, or write to another folder with "
                 "--run-dir PATH"
             )
         # An empty file is of a run that ended before its first step: nothing is lost with it.
         if self.metrics.exists() and self.metrics.stat().st_size > 0:
-            raise UserError(
+            raise RunFolderError(
                 f"{self.path} already holds a run, which saved no checkpoint. Remove the folder, or write to another "
                 "one with --run-dir PATH"
             )

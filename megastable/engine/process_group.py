@@ -144,10 +144,13 @@ def stop_together(reason: str | None) -> None:
     Raises:
         RunStoppedError: with the reason, on every rank.
     """
-    reasons = [reason]
-    torch.distributed.broadcast_object_list(reasons)
-    if reasons[0] is not None:
-        raise RunStoppedError(reasons[0])
+    # A number for every step; the text, which takes several times as long, only where there is one.
+    has_reason = torch.tensor(float(reason is not None), device=get_accelerator().current_device_name())
+    torch.distributed.broadcast(has_reason, src=0)
+    if has_reason.item():
+        reasons = [reason]
+        torch.distributed.broadcast_object_list(reasons, src=0)
+        raise RunStoppedError(str(reasons[0]))
 
 
 def _prepare_device(launch: Launch) -> None:

@@ -112,8 +112,9 @@ def train_steps(
         if save_is_due:
             checkpoints.save(state, result.loss, eval_loss)
         for outcome in checkpoints.report():
-            limit.count_save(outcome.seconds)
-            if outcome.fault is not None and settings.checkpoint.on_failure == "stop":
+            if outcome.fault is None:
+                limit.count_save(outcome.seconds)
+            elif settings.checkpoint.on_failure == "stop":
                 stop.ask(f"could not save step {outcome.step}, and megastable.checkpoint.on_failure is 'stop'")
         if not asked_to_stop and not is_last and (save_is_due or eval_loss is not None):
             asked_to_stop = stop.agree()  # these may have taken as long as many steps

@@ -60,6 +60,9 @@ class Checkpoints:
         consumed_samples = self._consumed_samples.pop(outcome.step)
         if outcome.fault is None:
             self._recorder.note(f"saved {outcome.folder}")
+        if outcome.warning is not None:
+            self._recorder.record_event(Event(outcome.step, consumed_samples, "not_thinned", outcome.warning, {}))
+        if outcome.fault is None:
             return
         text = f"no checkpoint of step {outcome.step}: {outcome.fault}"
         data = {"checkpoint": str(outcome.folder), "fault": outcome.fault}

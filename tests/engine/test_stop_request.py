@@ -200,7 +200,7 @@ def test_a_program_that_a_rank_starts_ends_at_a_signal(stop: StopRequest) -> Non
 
 BLOCKED = """
 import os, sys, time
-from megastable.engine.stop_request import end_process
+from megastable.engine.process_end import end_process
 read_end, write_end = os.pipe()
 os.dup2(write_end, 1)
 os.dup2(write_end, 2)

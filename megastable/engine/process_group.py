@@ -27,8 +27,9 @@ from megastable.core.launch import Launch
 from megastable.core.layout import ParallelLayout
 from megastable.engine.host_memory import keep_freed_memory
 from megastable.engine.launcher_watch import has_ended
+from megastable.engine.process_end import end_process
 from megastable.engine.rendezvous import CONNECT_TIMEOUT, listen_on_loopback, rendezvous
-from megastable.engine.stop_request import StopRequest, end_process
+from megastable.engine.stop_request import StopRequest
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 REFUSAL = "refusal"

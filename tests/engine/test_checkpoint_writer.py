@@ -1,4 +1,4 @@
-"""Saves in the background, on real ranks: they disturb nothing, hold their own step, and lose nothing when they fail."""
+"""Saves in the background, on real ranks: they disturb nothing, hold their own step, lose nothing when they fail."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def _fill(engine: TrainingEngine, value: float) -> None:
 
 
 def failed_write(engine: TrainingEngine, folder: Path) -> dict[str, Any]:
-    """Put a folder where rank 1 writes its file: at every attempt, then at the first one of another save, then never."""
+    """Put a folder where rank 1 writes its file: at every attempt, at the first one of another save, then never."""
     writer = _writer(engine, folder)
     attempts: list[Path] = []
 
@@ -227,11 +227,11 @@ def full_disk(engine: TrainingEngine, folder: Path) -> dict[str, Any]:
     disk_usage = shutil.disk_usage
     writer = _writer(engine, folder)
     faults = []
-    files = []
-    with patch.object(shutil, "disk_usage", lambda path: disk_usage(path)._replace(free=FREE_BYTES)):
+    files: list[str] = []
+    little_free = patch.object(shutil, "disk_usage", lambda path: disk_usage(path)._replace(free=FREE_BYTES))
+    with little_free, _before("write_pieces", lambda *_: files.append("written")):
         for step in (1, 2):
-            with _before("write_pieces", lambda *_: files.append("written")):
-                faults.append(_saved(writer, step).fault)
+            faults.append(_saved(writer, step).fault)
             files += _files_in(folder)
     return {"faults": faults, "files": files, "later": _saved(writer, 3).fault}
 

@@ -156,8 +156,9 @@ class CheckpointWriter:
 
     def _prepare(self, partial_folder: Path) -> str | None:
         shutil.rmtree(partial_folder, ignore_errors=True)  # of an attempt that failed
-        partial_folder.parent.mkdir(parents=True, exist_ok=True)
-        fault = space_fault(partial_folder.parent, self._bytes_of_all)
+        # Before the first save there is none, and of a folder that is not there the free space is not known.
+        self._checkpoints.mkdir(parents=True, exist_ok=True)
+        fault = space_fault(self._checkpoints, self._bytes_of_all)
         if fault is None:
             partial_folder.mkdir()
         return fault

@@ -29,7 +29,7 @@ from megastable.core.layout import ParallelLayout
 from megastable.engine.checkpoint import RankRecord, RunRecord, file_name, make_manifest, num_state_bytes, write_pieces
 from megastable.engine.model_state import ModelState, Snapshot
 
-RETRIES = 1
+ATTEMPTS = 2
 RETRY_SECONDS = 3.0
 SLOWEST_WRITE = timedelta(hours=24)
 """A rank that has written waits for the others; what writes this long is not alive."""
@@ -121,7 +121,7 @@ class CheckpointWriter:
         step = record.state.step
         final = self._checkpoints / folder_name(step)
         fault = self._attempt(final, record, snapshot)
-        for _ in range(RETRIES):
+        for _ in range(ATTEMPTS - 1):
             if fault is not None:
                 time.sleep(RETRY_SECONDS)
                 fault = self._attempt(final, record, snapshot)
@@ -146,7 +146,8 @@ class CheckpointWriter:
         if self._config.keep_last is None:
             return None
         # Older ones may go: what is on the disk has to be what was written.
-        return _joined(self._gathered(faults_of_file(final, file_name(self._rank), written[self._rank].file)))
+        fault = _joined(self._gathered(faults_of_file(final, file_name(self._rank), written[self._rank].file)))
+        return None if fault is None else f"what was written cannot be read back: {fault}"
 
     def _write_own(self, partial_folder: Path, snapshot: Snapshot) -> RankRecord | str:
         try:

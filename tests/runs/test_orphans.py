@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from megastable.core.checkpoint_folder import folder_name, step_folders
 
+from megastable.checkpoints.folder import folder_name, step_folders
 from megastable.engine.hostfile import NODE_LAUNCHER
 from megastable.engine.launcher_watch import has_ended
 from tests.support.launches import DEEPSPEED, TORCHRUN, metrics, start, train_command, wait_for_step, write_run_file

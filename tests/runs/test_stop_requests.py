@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from megastable.core.checkpoint_folder import folder_name, step_folders
 
+from megastable.checkpoints.folder import folder_name, step_folders
 from megastable.engine.training_engine import TrainingEngine
 from megastable.training import build
 from tests.support.launches import metrics, train_command, write_run_file

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from megastable.engine import stop_request
-from megastable.training.entry import RunRequest, run_command
+from megastable.training.entry import run_command
+from megastable.training.start import RunRequest
 
 ORPHAN_SECONDS = 10.0
 

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from megastable.training.entry import RunRequest, refuse_command_line, run_command
+from megastable.core.scripts import parse_arguments
+from megastable.training.entry import refuse_command_line, run_command
+from megastable.training.start import RunRequest
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,7 +53,7 @@ def main() -> int:
         "another text, megastable.data; repeatable",
     )  # fmt: skip
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher appends it
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser)
     return run_command(
         RunRequest(
             run_file=arguments.deepspeed_config,

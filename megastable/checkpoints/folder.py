@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from megastable.checkpoints.manifest import Manifest, flush_to_disk, read_manifest, step_in_name
 from megastable.core.errors import UserError
@@ -26,6 +26,18 @@ DELETING_SUFFIX: Final = ".deleting"
 """It is being deleted."""
 NAMED_FAULTS: Final = 5
 """A damaged checkpoint may lack a file of every rank; its message names this many."""
+
+
+Kind = Literal["checkpoint", "partial", "damaged", "superseded", "deleting", "other"]
+"""What a folder is by its name; ``other`` is none of the rest."""
+
+_KINDS: Final[Mapping[str, Kind]] = {
+    "": "checkpoint",
+    PARTIAL_SUFFIX: "partial",
+    DAMAGED_SUFFIX: "damaged",
+    SUPERSEDED_SUFFIX: "superseded",
+    DELETING_SUFFIX: "deleting",
+}
 
 
 def folder_name(step: int) -> str:
@@ -45,7 +57,7 @@ def step_folders(checkpoints: Path) -> list[Path]:
         UserError: the folder cannot be read.
     """
     try:
-        found = [path for path in checkpoints.iterdir() if is_step_name(path.name) and path.is_dir()]
+        found = [path for path in checkpoints.iterdir() if kind_of(path) == "checkpoint" and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
@@ -53,10 +65,14 @@ def step_folders(checkpoints: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def is_step_name(name: str) -> bool:
-    """Tell whether ``name`` is one that ``folder_name`` gives: no suffix, and no zero more than it writes."""
+def kind_of(path: Path) -> Kind:
+    """Tell by its name what ``path`` is."""
+    name, dot, suffix = path.name.partition(".")
     step = step_in_name(name)
-    return step is not None and name == folder_name(step)
+    # Of two names of one step only ours counts: the one with no zero more than needed.
+    if step is None or name != folder_name(step):
+        return "other"
+    return _KINDS.get(dot + suffix, "other")
 
 
 def complete_manifest(folder: Path) -> Manifest:
@@ -92,9 +108,15 @@ def fault_of_size(path: Path, size_bytes: int) -> str | None:
     return None
 
 
-def newest_complete(checkpoints: Path, warn: Callable[[str], None]) -> Path | None:
-    """Find the complete checkpoint of the highest step; damaged ones are passed over with a warning."""
+def newest_complete(checkpoints: Path, warn: Callable[[str], None], before_step: int | None = None) -> Path | None:
+    """Find the complete checkpoint of the highest step; damaged ones are passed over with a warning.
+
+    Args:
+        before_step: look only at checkpoints of lower steps.
+    """
     for folder in step_folders(checkpoints):
+        if before_step is not None and step_of(folder) >= before_step:
+            continue
         try:
             complete_manifest(folder)
         except UserError as error:
@@ -109,7 +131,7 @@ def publish(partial: Path, final: Path) -> None:
 
     A damaged one of that name is kept as ``.damaged``, the last of them alone. A complete one, which a run leaves that
     went back and took the step again, is replaced: until the new one stands it is kept as ``.superseded``, from which
-    ``restore_superseded`` takes it back after a death in between.
+    ``clean_up`` takes it back after a death in between.
     """
     if os.path.lexists(final):
         aside = final.with_name(final.name + _suffix_of_replaced(final))
@@ -121,21 +143,35 @@ def publish(partial: Path, final: Path) -> None:
     _remove(final.with_name(final.name + SUPERSEDED_SUFFIX))
 
 
-def restore_superseded(checkpoints: Path) -> list[Path]:
-    """Give complete checkpoints their names back that ``publish`` did not get to replace; only their writer calls this.
+def delete(folder: Path) -> None:
+    """Delete a checkpoint; it loses its name first, so that no half of it ever looks like one."""
+    aside = folder.with_name(folder.name + DELETING_SUFFIX)
+    _remove(aside)
+    os.replace(folder, aside)
+    flush_to_disk(folder.parent)
+    _remove(aside)
+
+
+def clean_up(checkpoints: Path) -> list[str]:
+    """Remove what a killed run left unfinished; only the one writer of the folder calls this, before it writes.
+
+    A complete checkpoint that was about to be replaced gets its name back. What was set aside as damaged stays.
 
     Returns:
-        The checkpoints that are back.
+        A sentence for everything that was done.
     """
-    restored = []
-    for superseded in sorted(checkpoints.glob(f"step_*{SUPERSEDED_SUFFIX}")):
-        final = superseded.with_suffix("")
-        if not os.path.lexists(final):
-            os.replace(superseded, final)
-            restored.append(final)
-    if restored:
-        flush_to_disk(checkpoints)
-    return restored
+    done = []
+    for path in sorted(checkpoints.glob("step_*")):
+        kind = kind_of(path)
+        final = path.with_suffix("")
+        if kind == "superseded" and not os.path.lexists(final):
+            os.replace(path, final)
+            flush_to_disk(checkpoints)
+            done.append(f"{path} was about to be replaced, and is {final.name} again")
+        elif kind in ("superseded", "partial", "deleting"):
+            _remove(path)
+            done.append(f"removed {path}, which a killed run left")
+    return done
 
 
 def _suffix_of_replaced(final: Path) -> str:

@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Literal
 
-from megastable.checkpoints.folder import (
-    DAMAGED_SUFFIX,
-    DELETING_SUFFIX,
-    PARTIAL_SUFFIX,
-    SUPERSEDED_SUFFIX,
-    complete_manifest,
-    is_step_name,
-)
+from megastable.checkpoints.folder import Kind, complete_manifest, kind_of
 from megastable.checkpoints.manifest import MANIFEST_NAME, Manifest, step_in_name
 from megastable.checkpoints.verify import verify
 from megastable.core.errors import UserError
 from megastable.core.run_paths import RunPaths
-
-Kind = Literal["checkpoint", "partial", "damaged", "superseded", "deleting", "other"]
-"""What a folder is by its name; ``other`` is none of the rest, though it begins like a checkpoint."""
-
-_KINDS: Final[Mapping[str, Kind]] = {
-    "": "checkpoint",
-    PARTIAL_SUFFIX: "partial",
-    DAMAGED_SUFFIX: "damaged",
-    SUPERSEDED_SUFFIX: "superseded",
-    DELETING_SUFFIX: "deleting",
-}
 
 
 @dataclass(frozen=True)
@@ -75,7 +56,7 @@ def paths_to_look_at(path: Path) -> list[Path]:
     """
     if not path.is_dir():
         raise UserError(f"{path} is no folder. Name the folder that a run writes, e.g. runs/quickstart")
-    if _kind_of(path) != "other" or os.path.lexists(path / MANIFEST_NAME):
+    if kind_of(path) != "other" or os.path.lexists(path / MANIFEST_NAME):
         return [path]
     run = RunPaths(path)
     if run.checkpoints.is_dir():
@@ -98,7 +79,7 @@ def _step_paths(checkpoints: Path) -> list[Path]:
 
 def look_at(path: Path) -> Found:
     """Find out what ``path`` is, and whether it is complete by the sizes of its files."""
-    kind = _kind_of(path)
+    kind = kind_of(path)
     manifest = None
     faults: tuple[str, ...] = ()
     try:
@@ -116,11 +97,6 @@ def verified(found: Found, progress: Callable[[int], None]) -> Found:
         progress: called with the number of bytes of every part that was read.
     """
     return replace(found, faults=tuple(verify(found.path, progress)), is_verified=True)
-
-
-def _kind_of(path: Path) -> Kind:
-    name, dot, suffix = path.name.partition(".")
-    return _KINDS.get(dot + suffix, "other") if is_step_name(name) else "other"
 
 
 def _size_of(path: Path) -> int:

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
-from megastable.checkpoints.listing import Found, Kind, look_at, newest_complete_of, paths_to_look_at, verified
+from megastable.checkpoints.folder import Kind
+from megastable.checkpoints.listing import Found, look_at, newest_complete_of, paths_to_look_at, verified
 from megastable.cli.tables import ABSENT, LEAST_WIDTH, as_json, duration, make_table, size, whole, wide_console
 from megastable.core.errors import shown
 from megastable.training.metrics import finite_or_none

@@ -25,7 +25,7 @@ from megastable.config.model import ModelConfig
 from megastable.config.parallelism import PipelineConfig, TensorParallelConfig
 from megastable.config.reading.faults import NO_VALUE, Fault
 from megastable.config.section import Amount, Section
-from megastable.config.training import InitConfig, TrainingConfig
+from megastable.config.training import CheckpointConfig, InitConfig, TrainingConfig
 from megastable.core.batch_rampup import BatchDivisionError
 from megastable.core.errors import UserError
 from megastable.core.layout import ParallelLayout
@@ -238,6 +238,16 @@ def evaluation_needs_validation_data(data: DataConfig, training: TrainingConfig)
             "megastable.training.eval_interval",
             training.eval_interval,
             "must be 0, or megastable.data.validation_fraction above 0: there is nothing to evaluate on",
+        )
+
+
+def best_checkpoints_need_evaluation(checkpoint: CheckpointConfig, training: TrainingConfig) -> Iterator[Fault]:
+    """Refuse to keep the best of checkpoints that nothing tells apart."""
+    if checkpoint.keep_best is not None and training.eval_interval == 0:
+        yield Fault(
+            "megastable.checkpoint.keep_best",
+            checkpoint.keep_best,
+            "needs megastable.training.eval_interval above 0: the best are those of the lowest validation loss",
         )
 
 

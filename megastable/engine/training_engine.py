@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import deepspeed
@@ -23,7 +23,8 @@ from megastable.engine.flat_partitions import flat_partitions
 from megastable.engine.instructions import BusyTime, has_several_replicas, install_instructions, instruction_table
 from megastable.engine.layer_statistics import WeightKind, weight_kinds
 from megastable.engine.layer_watch import LayerWatch
-from megastable.engine.optimizer import ConfiguredOptimizer, build_optimizer, skip_at_minimum_scale
+from megastable.engine.model_state import ModelState, Snapshot
+from megastable.engine.optimizer import build_optimizer, skip_at_minimum_scale
 from megastable.engine.pipeline_module import GptPipeline, compile_blocks, uncompiled
 from megastable.engine.random_state import seed_rank
 from megastable.engine.tensor_group import partial_parameters
@@ -61,22 +62,31 @@ class BatchRampupHook:
 class TrainingEngine:
     """The engine of one rank; its methods are collective, every rank of the run calls them together.
 
-    Attributes:
-        deepspeed: DeepSpeed's own engine.
-        configured_optimizer: the optimizer's settings of the run file, to be put back after a load.
-        rampup_hook: sets the batch of a step.
-        writers: DeepSpeed's TensorBoard, W&B, Comet and CSV writers, which write only what they are called with.
-        stage: the pipeline stage of this rank.
-        replica: its index among the data-parallel ranks.
-
     Args:
         first_sample: samples consumed before the first step.
+        asked_to_stop: tells whether this rank has been asked to stop, which a step tells all ranks.
+
+    Attributes:
+        deepspeed: DeepSpeed's own engine.
+        model_state: what training changes of the model on this rank.
+        rampup_hook: sets the batch of a step.
+        writers: DeepSpeed's TensorBoard, W&B, Comet and CSV writers, which write only what they are called with.
+        layout: the stages, replicas and tensor ranks of the run.
+        stage: the pipeline stage of this rank.
+        replica: its index among the data-parallel ranks.
     """
 
     def __init__(
-        self, run: RunConfig, layout: ParallelLayout, ramp: BatchRampup, run_dir: Path, first_sample: int = 0
+        self,
+        run: RunConfig,
+        layout: ParallelLayout,
+        ramp: BatchRampup,
+        run_dir: Path,
+        first_sample: int = 0,
+        asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._run = run
+        self.layout = layout
         module = GptPipeline(run, layout)
         engine, optimizer, _, _ = deepspeed.initialize(
             model=module,
@@ -91,14 +101,19 @@ class TrainingEngine:
         tensor_rank: int = engine.grid.get_tensor_model_parallel_rank()
 
         # What a step executes.
-        partitions = flat_partitions(optimizer, tensor_rank)
+        partitions = flat_partitions(optimizer, module, tensor_rank)
         tensor = run.megastable.tensor_parallel
         partial = partial_parameters(module, tensor.size, tensor.sequence_parallel)
         busy = BusyTime()
         install_instructions(engine, instruction_table(partial, busy))
-        WeightUpdate(
-            optimizer, partitions, reduced=has_several_replicas(engine), loss=lambda: engine.total_loss
-        ).replace_step()
+        self._update = WeightUpdate(
+            optimizer,
+            partitions,
+            reduced=has_several_replicas(engine),
+            loss=lambda: engine.total_loss,
+            asked_to_stop=asked_to_stop,
+        )
+        self._update.replace_step()
         skip_at_minimum_scale(optimizer)
         if run.megastable.model.compile:
             compile_blocks(module, run)
@@ -112,7 +127,8 @@ class TrainingEngine:
         engine.monitor = SilentMonitor()
 
         # What changes during a run.
-        self.configured_optimizer = ConfiguredOptimizer(optimizer)
+        self.model_state = ModelState(optimizer, partitions)
+        self.model_state.make_moments()
         self.rampup_hook = BatchRampupHook(engine, ramp)
         seed_rank(run.megastable.training.seed, self.stage, self.replica, tensor_rank)
 
@@ -153,7 +169,23 @@ class TrainingEngine:
             skipped=not engine.was_step_applied(),
             step_seconds=step_seconds,
             watched=self._watch.finish(step_seconds) if watch else None,
+            asked_to_stop=self._update.asked_to_stop,
         )
+
+    def snapshot(self, reused: Snapshot | None = None) -> Snapshot:
+        """Copy all that training changes to host memory, between two steps.
+
+        Args:
+            reused: a snapshot that is not needed any more, whose memory is used again.
+        """
+        return self.model_state.snapshot(reused)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back, to the bit, to the step that ``snapshot`` was taken after; between two steps.
+
+        The counts of the loop, such as consumed samples, are not the engine's: they go back with the loop's own record.
+        """
+        self.model_state.restore(snapshot)
 
     def weight_kinds(self) -> list[WeightKind]:
         """Measure the std of every kind of weight as it is now, beside the formula that fresh ones are drawn by."""

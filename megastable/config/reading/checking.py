@@ -60,6 +60,34 @@ def check(
     return run, faults
 
 
+def faults_of_change(run: RunConfig, changed: Mapping[str, Mapping[str, Any]]) -> list[Fault]:
+    """Return the faults that a sound run has with other values of some keys.
+
+    They are those of ``check``, where the number of processes is not known. Only the changed sections and the rules
+    that read them are looked at, so that thousands of variants of a run can be judged in a second.
+
+    Args:
+        changed: section of "megastable" -> key -> new value.
+    """
+    sections = _sections_of(run)
+    faults: list[Fault] = []
+    for name, values in changed.items():
+        section: Section = getattr(run.megastable, name)
+        kind = type(section)
+        raw = {**section.model_dump(mode="json", by_alias=True, exclude_none=True), **values}
+        try:
+            sections[kind] = kind.model_validate_json(json.dumps(raw))
+        except ValidationError as error:
+            del sections[kind]
+            for detail in error.errors(include_url=False):
+                detail["loc"] = ("megastable", name, *detail["loc"])
+                faults.append(_value_fault(detail, {}))
+    kinds = {type(getattr(run.megastable, name)) for name in changed}
+    concerned = [rule for rule in RULES if not kinds.isdisjoint(rule.sections.values())]
+    others = {rule.function for rule in RULES if rule not in concerned}
+    return [*faults, *broken_rules(sections, concerned, others)]
+
+
 def _validate(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[ErrorDetails]]:
     try:
         # Through JSON, because pydantic's strict mode takes lists for tuples from JSON only.
@@ -115,6 +143,17 @@ def _valid_sections(raw: Mapping[str, Any]) -> dict[type[Section], Section]:
     if isinstance(own, dict):
         found.update(_valid_fields(MegastableConfig, own))
     return found
+
+
+def _sections_of(run: RunConfig) -> dict[type[Section], Section]:
+    """Return the sections of a valid run by their types, as ``_valid_sections`` does of what is read."""
+    return {
+        kind: getattr(owner, name)
+        for owner in (run, run.megastable)
+        for name, field in type(owner).model_fields.items()
+        for kind in section_types(field.annotation)
+        if getattr(owner, name) is None or isinstance(getattr(owner, name), kind)
+    }
 
 
 def _valid_fields(owner: type[Section], raw: Mapping[str, Any]) -> Iterator[tuple[type[Section], Section]]:

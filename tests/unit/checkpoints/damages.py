@@ -236,6 +236,7 @@ OF_THE_MANIFEST: dict[str, tuple[Damage, str]] = {
     "a list as versions": (with_value([], "versions"), "versions = []"),
     "a number as a version": (with_value(2, "versions", "torch"), "versions.torch = 2"),
     "a text as scale": (with_value("65536", "loss_scaler", "cur_scale"), "loss_scaler.cur_scale"),
+    "true as scale": (with_value(True, "loss_scaler", "cur_scale"), "cur_scale = true: must be a finite number"),
     "NaN as scale": (with_value(float("nan"), "loss_scaler", "cur_scale"), "loss_scaler.cur_scale = NaN"),
     "negative updates": (with_value(-1, "optimizer_steps"), "optimizer_steps = -1"),
     "a text as loss": (with_value("low", "loss"), 'loss = "low"'),

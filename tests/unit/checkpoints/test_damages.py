@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.checkpoints.folder import complete_manifest, newest_complete
+from megastable.checkpoints.folder import complete_manifest, newest_complete, step_folders
 from megastable.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from megastable.checkpoints.verify import verify
 from megastable.core.errors import UserError
@@ -103,6 +103,16 @@ def test_what_may_not_be_read_is_named(open_folder: Path, closed: str) -> None:
     assert str(folder) in fault
     assert "Permission denied" in fault
     assert (closed or MANIFEST_NAME) in fault
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444, 0o111])
+def test_a_folder_of_checkpoints_that_may_not_be_read_is_named(open_folder: Path, mode: int) -> None:
+    make_checkpoint(open_folder / "checkpoints", 10)
+    (open_folder / "checkpoints").chmod(mode)
+    with as_nobody(), pytest.raises(UserError) as caught:
+        step_folders(open_folder / "checkpoints")
+    (open_folder / "checkpoints").chmod(0o755)
+    assert message_of(caught) == f"{open_folder / 'checkpoints'} cannot be read: Permission denied"
 
 
 # Any value anywhere

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from megastable.checkpoints.folder import (
     DAMAGED_SUFFIX,
+    DELETING_SUFFIX,
     PARTIAL_SUFFIX,
     SUPERSEDED_SUFFIX,
+    clean_up,
     complete_manifest,
+    delete,
     folder_name,
     newest_complete,
     publish,
-    restore_superseded,
     step_folders,
 )
 from megastable.checkpoints.manifest import MANIFEST_NAME
@@ -90,14 +93,6 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
     assert len(warnings) == 1
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_a_folder_that_may_not_be_read_is_one_message(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    folder.mkdir(mode=0)
-    with pytest.raises(UserError, match=r"checkpoints cannot be read: Permission denied"):
-        step_folders(folder)
-
-
 @pytest.mark.parametrize("steps", [(9, 10, 100), (99_999_998, 99_999_999), (99_999_999, 100_000_000)])
 def test_the_newest_is_that_of_the_highest_step_whichever_was_written_last(
     tmp_path: Path, steps: tuple[int, ...]
@@ -144,19 +139,60 @@ def test_a_death_between_the_renames_loses_nothing(tmp_path: Path, monkeypatch: 
         patched.setattr(os, "replace", die_at_the_second)
         publish(partial, final)
     assert names_in(tmp_path) == {partial.name, final.name + SUPERSEDED_SUFFIX}
-    assert restore_superseded(tmp_path) == [final]
+    removed, restored = clean_up(tmp_path)
+    assert removed == f"removed {partial}, which a killed run left"
+    assert restored.endswith("superseded was about to be replaced, and is step_00000020 again")
     assert complete_manifest(final).loss == 1
-    assert restore_superseded(tmp_path) == []
+    assert names_in(tmp_path) == {final.name}
+    assert clean_up(tmp_path) == []
 
 
 def test_what_stands_is_not_replaced_by_what_it_has_replaced(tmp_path: Path) -> None:
     final = make_checkpoint(tmp_path, 20, loss=2.0)
     old = make_partial(tmp_path, 20, loss=1.0).rename(tmp_path / (final.name + SUPERSEDED_SUFFIX))
-    assert restore_superseded(tmp_path) == []
+    assert clean_up(tmp_path) == [f"removed {old}, which a killed run left"]
     assert complete_manifest(final).loss == 2
-    publish(make_partial(tmp_path, 20, loss=3.0), final)
-    assert complete_manifest(final).loss == 3
-    assert not old.exists()
+
+
+def test_what_is_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    whole, damaged = make_checkpoint(tmp_path, 1), make_checkpoint(tmp_path, 2)
+    (damaged / FIRST).unlink()
+    others = [f"step_00000003{DAMAGED_SUFFIX}", "step_3.partial", "mine.partial", "step_00000003.partial.partial"]
+    left = [f"step_00000004{PARTIAL_SUFFIX}", f"step_00000005{DELETING_SUFFIX}", f"step_00000006{PARTIAL_SUFFIX}"]
+    for name in (*others, *left):
+        (tmp_path / name / "inner").mkdir(parents=True)
+    elsewhere = tmp_path / "mine.partial"
+    (tmp_path / f"step_00000007{PARTIAL_SUFFIX}").symlink_to(elsewhere)
+    (tmp_path / f"step_00000008{PARTIAL_SUFFIX}").write_text("")
+    assert len(clean_up(tmp_path)) == 5
+    assert names_in(tmp_path) == {whole.name, damaged.name, *others}
+    assert (elsewhere / "inner").exists()
+    complete_manifest(whole)
+
+
+def test_there_may_be_nothing_to_clean_up(tmp_path: Path) -> None:
+    assert clean_up(tmp_path) == []
+    assert clean_up(tmp_path / "no such folder") == []
+
+
+def test_a_deletion_that_is_killed_leaves_nothing_that_looks_like_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint(tmp_path, 20)
+
+    def die_after_one_file(path: Path, ignore_errors: bool) -> None:
+        (path / FIRST).unlink(missing_ok=True)
+        if path.exists():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(shutil, "rmtree", die_after_one_file)
+        delete(folder)
+    assert names_in(tmp_path) == {folder.name + DELETING_SUFFIX}
+    assert step_folders(tmp_path) == []
+    # The step may be saved and deleted anew beside it.
+    delete(make_checkpoint(tmp_path, 20))
+    assert names_in(tmp_path) == set()
 
 
 def test_a_file_in_the_place_of_a_checkpoint_is_moved_aside(tmp_path: Path) -> None:

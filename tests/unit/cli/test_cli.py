@@ -103,9 +103,10 @@ def test_a_killed_run_can_be_drawn(run_dir: Path, tmp_path: Path) -> None:
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write(step_metrics().to_json()[:40])
     plot_run(run_dir, tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("name", ["out.doc", "no_such_folder/out.png"])
 def test_an_output_that_cannot_be_written_is_a_users_mistake(run_dir: Path, tmp_path: Path, name: str) -> None:
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=str(tmp_path / name)):
         plot_run(run_dir, tmp_path / name)

@@ -24,9 +24,10 @@ from megastable.planning.micro_batches import load_plan, with_chosen_micro_batch
 from megastable.planning.preflight.preflight import preflight
 from megastable.planning.run_plan import RunPlan
 from megastable.planning.search import search_layouts
-from megastable.training.entry import RunRequest, run_command
+from megastable.training.entry import run_command
 from megastable.training.host import look_at_text
 from megastable.training.run_folder import RunFolder
+from megastable.training.start import RunRequest
 from tests.support.calibrations import write_calibration
 from tests.support.checkpoints import write_checkpoint
 from tests.support.tiny_run import run_dict
@@ -147,7 +148,7 @@ def test_the_written_config_is_the_run_and_is_not_chosen_again(tmp_path: Path) -
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[RunPlan]:
     """Collect the plans that reach the training, in two processes of which this one is rank 0."""
     plans: list[RunPlan] = []
-    build = SimpleNamespace(train=lambda plan, launch, folder, checkpoint, allowed: plans.append(plan))
+    build = SimpleNamespace(train=lambda start, launch, folder, lock: plans.append(start.plan))
     monkeypatch.setitem(sys.modules, "megastable.training.build", build)
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)

@@ -16,7 +16,8 @@ from megastable.config import RunConfig
 from megastable.core.records import TrainingState
 from megastable.planning.run_plan import RunPlan
 from megastable.training import entry
-from megastable.training.entry import RunRequest, run_command
+from megastable.training.entry import run_command
+from megastable.training.start import RunRequest, Start
 from tests.support.checkpoints import write_checkpoint
 from tests.support.tiny_run import run_dict, tiny_run
 
@@ -105,8 +106,8 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunPlan, Path | None]
     """Collect the plans that reach the training, each with its checkpoint."""
     plans: list[tuple[RunPlan, Path | None]] = []
 
-    def train(plan: RunPlan, launch: object, folder: object, checkpoint: Path | None, allowed: object) -> None:
-        plans.append((plan, checkpoint))
+    def train(start: Start, launch: object, folder: object) -> None:
+        plans.append((start.plan, start.checkpoint))
 
     monkeypatch.setitem(sys.modules, "megastable.training.build", SimpleNamespace(train=train))
     return plans

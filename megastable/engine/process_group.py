@@ -26,11 +26,15 @@ from megastable.core.host import cpu_mask, threads_per_process
 from megastable.core.launch import Launch
 from megastable.core.layout import ParallelLayout
 from megastable.engine.host_memory import keep_freed_memory
-from megastable.engine.rendezvous import listen_on_loopback, rendezvous
+from megastable.engine.rendezvous import CONNECT_TIMEOUT, listen_on_loopback, rendezvous
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+COLLECTIVE_TIMEOUT = timedelta(days=1)
+"""Longer than anything that a rank waits for in a healthy run: what hangs is the matter of ``hang_watch``, which knows
+whether another rank goes on meanwhile. A limit of the collectives would not, and would name no rank."""
 EXIT_CODE_FAILURE = 1
 PEER_DEATH_SHOWS_WITHIN_SECONDS = 1.0
+_ENDING = threading.Lock()
+"""Held by the thread that ends this process."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,13 @@ def connected(launch: Launch) -> Iterator[list[Peer]]:
     # The group is made here and not by DeepSpeed, which would meet at the launcher's default port, where two runs on
     # one machine collide, and would ask for oneCCL where its bindings can be imported.
     torch.distributed.init_process_group(
-        backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=COLLECTIVE_TIMEOUT
+        backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=CONNECT_TIMEOUT
     )
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=COLLECTIVE_TIMEOUT)
     try:
         peers = _introduce(launch)
+        # All have met. Until then nobody watches, and a rank that does not come is missed after the shorter time.
+        torch.distributed.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT)
         if get_accelerator().device_name() == "cpu":
             share_processors(peers, launch.rank)
         yield peers
@@ -231,8 +237,22 @@ def _is_running(process_id: int) -> bool:
 
 
 def _end(message: str) -> NoReturn:
+    claim_end()
+    print_to_stderr(message)
+    # An ordinary exit would wait for communication threads whose peers do not answer any more.
+    os._exit(EXIT_CODE_FAILURE)
+
+
+def claim_end() -> None:
+    """Make this thread the one that ends the process; another one waits in here until that has happened.
+
+    What fails meanwhile is the echo of an end elsewhere, and would be reported as a failure of its own.
+    """
+    _ENDING.acquire()
+
+
+def print_to_stderr(message: str) -> None:
+    """Print a message after all that was printed before, with nothing in it that a terminal would obey."""
     sys.stdout.flush()
     sys.stderr.write(shown(message, keep="\n") + "\n")
     sys.stderr.flush()
-    # An ordinary exit would wait for communication threads whose peers do not answer any more.
-    os._exit(EXIT_CODE_FAILURE)

@@ -20,11 +20,18 @@ from megastable.data import MicroBatch
 from megastable.engine.consistency import ConsistencyCheck
 from megastable.engine.deepspeed_config import deepspeed_config
 from megastable.engine.flat_partitions import flat_partitions
-from megastable.engine.instructions import BusyTime, has_several_replicas, install_instructions, instruction_table
+from megastable.engine.instructions import (
+    BusyTime,
+    has_several_replicas,
+    install_instructions,
+    instruction_table,
+    marking_progress,
+)
 from megastable.engine.layer_statistics import WeightKind, weight_kinds
 from megastable.engine.layer_watch import LayerWatch
 from megastable.engine.optimizer import ConfiguredOptimizer, build_optimizer, skip_at_minimum_scale
-from megastable.engine.pipeline_module import GptPipeline, compile_blocks, uncompiled
+from megastable.engine.pipeline_module import GptPipeline, compile_blocks, mark_compilation, uncompiled
+from megastable.engine.progress import Progress
 from megastable.engine.random_state import seed_rank
 from megastable.engine.tensor_group import partial_parameters
 from megastable.engine.weight_update import WeightUpdate
@@ -68,10 +75,19 @@ class TrainingEngine:
         writers: DeepSpeed's TensorBoard, W&B, Comet and CSV writers, which write only what they are called with.
         stage: the pipeline stage of this rank.
         replica: its index among the data-parallel ranks.
+        progress: marked at every instruction.
     """
 
-    def __init__(self, run: RunConfig, layout: ParallelLayout, ramp: BatchRampup, run_dir: Path) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        layout: ParallelLayout,
+        ramp: BatchRampup,
+        run_dir: Path,
+        progress: Progress | None = None,
+    ) -> None:
         self._run = run
+        self.progress = progress or Progress()
         module = GptPipeline(run, layout)
         engine, optimizer, _, _ = deepspeed.initialize(
             model=module,
@@ -89,13 +105,14 @@ class TrainingEngine:
         tensor = run.megastable.tensor_parallel
         partial = partial_parameters(module, tensor.size, tensor.sequence_parallel)
         busy = BusyTime()
-        install_instructions(engine, instruction_table(partial, busy))
+        install_instructions(engine, marking_progress(instruction_table(partial, busy), self.progress))
         WeightUpdate(
             optimizer, partitions, reduced=has_several_replicas(engine), loss=lambda: engine.total_loss
         ).replace_step()
         skip_at_minimum_scale(optimizer)
         if run.megastable.model.compile:
             compile_blocks(module, run)
+            mark_compilation(self.progress)
 
         # What is measured and written.
         self._watch = LayerWatch(engine, partitions, busy, run)

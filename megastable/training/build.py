@@ -13,9 +13,11 @@ from megastable.core.records import TrainingState
 from megastable.data import Corpus, check_serves_run, prepare_corpus
 from megastable.engine.checkpoint import load_checkpoint, save_checkpoint
 from megastable.engine.device import allow_fp16_on_cpu, check_compiler, check_fp16_support
+from megastable.engine.hang_watch import hangs_watched
 from megastable.engine.hostfile import check_hostfile
 from megastable.engine.node_work import first_on_each_node
 from megastable.engine.process_group import check_equal_on_all_ranks, connected, reporting_failures
+from megastable.engine.progress import Progress
 from megastable.engine.training_engine import TrainingEngine
 from megastable.monitors import Monitors
 from megastable.planning.run_plan import RunPlan
@@ -45,14 +47,19 @@ def train(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | N
     allow_fp16_on_cpu(plan.run)
     monitors = Monitors(plan, STEP_METRICS)
     # A failure ends the process inside of the inner one: leaving the group in order would wait for peers that are gone.
-    with connected(launch) as peers, reporting_failures(launch.rank, plan.layout, peers):
+    progress = Progress()
+    with (
+        connected(launch) as peers,
+        reporting_failures(launch.rank, plan.layout, peers),
+        hangs_watched(launch, plan.layout, peers, progress, settings.training.hang_timeout),
+    ):
         # After the ranks have met: tokenising may take hours on one node, where another would give up connecting.
-        corpus = first_on_each_node(launch.rank, peers, partial(_open_corpus, plan, launch, checkpoint))
+        corpus = first_on_each_node(launch.rank, peers, progress, partial(_open_corpus, plan, launch, checkpoint))
         check_equal_on_all_ranks(corpus.fingerprint, "the tokenised corpus of megastable.data")
         check_equal_on_all_ranks(
             settings.batch_rampup.model_dump_json(), "megastable.batch_rampup, with the micro-batch sizes chosen,"
         )
-        _train_connected(plan, launch, folder, checkpoint, corpus, monitors)
+        _train_connected(plan, launch, folder, checkpoint, corpus, monitors, progress)
 
 
 def _open_corpus(plan: RunPlan, launch: Launch, checkpoint: Path | None) -> Corpus:
@@ -79,13 +86,21 @@ def check_same_corpus(manifest: Manifest, corpus: Corpus) -> None:
 
 
 def _train_connected(
-    plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | None, corpus: Corpus, monitors: Monitors
+    plan: RunPlan,
+    launch: Launch,
+    folder: RunFolder,
+    checkpoint: Path | None,
+    corpus: Corpus,
+    monitors: Monitors,
+    progress: Progress,
 ) -> None:
     """Build the engine, bring it to where the run starts from, and train."""
-    engine = TrainingEngine(plan.run, plan.layout, plan.ramp, folder.path)
+    with progress.at_length("building the engine"):
+        engine = TrainingEngine(plan.run, plan.layout, plan.ramp, folder.path, progress)
     state = TrainingState()
     if checkpoint is not None:
-        state = load_checkpoint(engine, checkpoint)
+        with progress.at_length("loading the checkpoint"):
+            state = load_checkpoint(engine, checkpoint)
         monitors.load_state_dict(read_manifest(checkpoint).monitors)
     # Written only now: a run that could not be built leaves the folder of an earlier one as it was.
     if launch.rank == 0:
@@ -93,9 +108,10 @@ def _train_connected(
     saved_run = run_as_dict(plan.run)
 
     def save(reached: TrainingState) -> Path:
-        return save_checkpoint(
-            engine, folder.checkpoints, reached, saved_run, corpus.fingerprint, monitors.state_dict()
-        )
+        with progress.at_length("saving"):
+            return save_checkpoint(
+                engine, folder.checkpoints, reached, saved_run, corpus.fingerprint, monitors.state_dict()
+            )
 
     with _make_recorder(plan, launch, folder, engine, state) as recorder:
         # On all ranks, since each has layers of its own; but weights of a checkpoint are not as they were drawn.

@@ -50,6 +50,7 @@ def train_steps(
     order = SampleOrder(len(corpus.train), settings.training.seed)
     last_eval_loss: float | None = None
     while state.step < plan.length.total_steps:
+        engine.progress.begin_step(state.step + 1)
         # Samples are the clock: all consumed ones of batch and data, those of applied updates of the learning rate. So
         # a skipped step moves on in the data and leaves the learning rate alone.
         batch = engine.rampup_hook.before_step(state.consumed_samples)

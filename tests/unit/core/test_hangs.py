@@ -16,9 +16,11 @@ def answer(rank: int, idle_seconds: float = 1.0, **entered: int) -> Answer:
     return Answer(rank, f"step 3 (Place{rank % 2})", idle_seconds, f'  File "{rank}.py"\n', entered)
 
 
-def run_until_it_hangs(
-    program: list[tuple[str, tuple[int, ...]]], world_size: int, stops: int, after: int
-) -> list[Answer]:
+Collective = tuple[str, tuple[int, ...]]
+"""Name and ranks of its group."""
+
+
+def run_until_it_hangs(program: list[Collective], world_size: int, stops: int, after: int) -> list[Answer]:
     """Let ranks enter the collectives of a program, each in its order, while one stops after some of its own.
 
     A collective is left once all its ranks have entered it.
@@ -29,7 +31,7 @@ def run_until_it_hangs(
     entered: dict[int, dict[str, int]] = {
         rank: {name: 0 for name, ranks in program if rank in ranks} for rank in range(world_size)
     }
-    is_in: dict[int, tuple[str, tuple[int, ...]] | None] = dict.fromkeys(range(world_size))
+    is_in: dict[int, Collective | None] = dict.fromkeys(range(world_size))
     clock = 0.0
     stopped_at = dict.fromkeys(range(world_size), 0.0)
     moved = True

@@ -31,6 +31,7 @@ setup(
         "tokenizers>=0.21",
         "transformers>=5",
         "typer>=0.15",
+        "xxhash>=3",
     ],
     extras_require={
         "plot": PLOT,

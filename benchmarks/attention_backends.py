@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megastable.core.scripts import Parser, run_script
 from megastable.model.attention import ATTENTION_BACKENDS, AttentionBackend
 from megastable.model.positions import AttentionBias, alibi_slopes
 
@@ -64,7 +65,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Time two attention backends side by side: forward plus backward, in turns within one process, so "
         "that a busy machine slows both alike. A ratio below 1 means that the first is faster.",
         epilog="auto_attention in megastable/model/attention.py follows this table. Trust the ratios, not the "
@@ -136,4 +137,4 @@ def forward_and_backward(backend: AttentionBackend, inputs: list[Tensor], bias: 
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -15,6 +15,7 @@ from small_runs import build_engine, model_parser, small_run, timed_step
 from megastable.config import RunConfig, run_from_dict
 from megastable.config.run_config import run_as_dict
 from megastable.core.launch import Launch
+from megastable.core.scripts import run_script
 from megastable.engine.process_group import connected
 from megastable.planning.run_plan import RunPlan
 
@@ -60,4 +61,4 @@ def run_of(arguments: argparse.Namespace, number_format: str, compiled: bool) ->
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -34,6 +34,7 @@ from megastable.config import RunConfig, run_from_dict
 from megastable.core.init_std import MatrixSize, megatron_530b
 from megastable.core.launch import Launch
 from megastable.core.records import TrainingState
+from megastable.core.scripts import Parser, run_script
 from megastable.data import Corpus, SampleOrder, prepare_corpus, training_micro_batches
 from megastable.engine.process_group import connected
 from megastable.planning.run_plan import RunPlan
@@ -270,7 +271,7 @@ def draw_final_losses(axes: Any, runs: list[Run]) -> None:
 
 def main() -> None:
     """Train what is asked for and not recorded yet; print a table and draw all that is recorded."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 128], help="hidden sizes, multiples of 32")
     parser.add_argument("--lrs", type=float, nargs="+", default=[3e-3, 1e-2], help="learning rates (3e-3 1e-2)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds of weights and data order")
@@ -294,4 +295,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from megastable.config import run_from_dict
 from megastable.core.launch import Launch
+from megastable.core.scripts import Parser, run_script
 from megastable.engine.process_group import connected
 from megastable.planning.memory import stage_memory
 from megastable.planning.run_plan import RunPlan
@@ -139,7 +140,7 @@ def measured_bytes(plan: RunPlan) -> tuple[int, int]:
 
 def main() -> None:
     """Measure one case, so that nothing of another is left, and print a line a rank."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, default="fp32")
     parser.add_argument("--stages", type=int, default=1, help="pipeline stages; the other processes are replicas")
     arguments = parser.parse_args()
@@ -156,4 +157,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

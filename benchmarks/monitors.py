@@ -12,6 +12,7 @@ from collections import defaultdict
 from small_runs import build_engine, model_parser, small_run, timed_step
 
 from megastable.core.launch import Launch
+from megastable.core.scripts import run_script
 from megastable.engine.process_group import connected
 from megastable.planning.run_plan import RunPlan
 
@@ -58,4 +59,4 @@ def print_shares(seconds: dict[str, list[float]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megastable.core.scripts import Parser, run_script
 from megastable.model.products import is_emulated
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -38,7 +39,7 @@ def in_fp32(product: Product) -> Product:
 
 def main() -> None:
     """Time all products in turns and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=512, help="of a micro-batch (512)")
     parser.add_argument("--hidden", type=int, default=512, help="features in; four times as many come out (512)")
     parser.add_argument("--rounds", type=int, default=7, help="turns after the first, which is dropped (7)")
@@ -59,4 +60,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

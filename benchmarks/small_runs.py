@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megastable.config import RunConfig, run_from_dict
 from megastable.core.batch_rampup import Batch
+from megastable.core.scripts import Parser
 from megastable.engine.training_engine import TrainingEngine
 from megastable.planning.run_plan import RunPlan
 
@@ -21,7 +22,7 @@ LEARNING_RATE = 1e-4
 HEAD_DIM = 64
 
 
-def model_parser(description: str | None, hidden: int, seq_length: int, num_ranks: int = 1) -> argparse.ArgumentParser:
+def model_parser(description: str | None, hidden: int, seq_length: int, num_ranks: int = 1) -> Parser:
     """Make a parser with the options from which ``small_run`` builds its model.
 
     Args:
@@ -29,7 +30,7 @@ def model_parser(description: str | None, hidden: int, seq_length: int, num_rank
         seq_length: default of the tokens a sample.
         num_ranks: tensor ranks over which the heads are split.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--layers", type=int, default=4, help="transformer blocks")
     parser.add_argument("--hidden", type=int, default=hidden, help=f"hidden size, a multiple of {num_ranks * HEAD_DIM}")
     parser.add_argument("--seq-length", type=int, default=seq_length, help="tokens a sample")

@@ -17,6 +17,7 @@ from small_runs import LEARNING_RATE, build_engine, model_parser, random_micro_b
 from torch import Tensor
 
 from megastable.core.launch import Launch
+from megastable.core.scripts import run_script
 from megastable.engine.process_group import connected
 from megastable.engine.tensor_group import ProcessTensorGroup
 from megastable.engine.training_engine import TrainingEngine
@@ -117,4 +118,4 @@ def print_table(steps: dict[str, list[float]], shares: dict[str, list[float]], s
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

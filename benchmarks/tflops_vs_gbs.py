@@ -25,6 +25,7 @@ from megastable.core.devices import GPU_RESERVED_GIB
 from megastable.core.errors import UserError
 from megastable.core.launch import Launch
 from megastable.core.memory import GIB
+from megastable.core.scripts import Parser, run_script
 from megastable.planning.calibration import CalibrationFile, calibration_file, check_new, load_calibration
 from megastable.planning.forecast import Basis
 from megastable.planning.run_plan import RunPlan, number_of_devices
@@ -63,7 +64,7 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deepspeed_config", required=True, type=Path, metavar="FILE", help="the run file")
     parser.add_argument("--global-batch-sizes", required=True, metavar="N,N", help="samples a step, e.g. 2,4,8")
     parser.add_argument("--micro-batch-sizes", metavar="N,N", help="every size in each of these (default: the file's)")
@@ -176,4 +177,4 @@ def described(plan: RunPlan, report: SweepReport, launch: Launch) -> Calibration
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from megastable.training.entry import RunRequest, refuse_command_line, run_command
+from megastable.core.scripts import parse_arguments
+from megastable.training.entry import refuse_command_line, run_command
+from megastable.training.start import RunRequest
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,15 +39,21 @@ def main() -> int:
         "--run-dir", type=Path, metavar="PATH",
         help="where config.json, metrics.jsonl and checkpoints/ go (default: runs/<name of the file>)",
     )  # fmt: skip
-    start = parser.add_mutually_exclusive_group()
-    start.add_argument(
-        "--resume", action="store_true", help="continue the run folder from its newest complete checkpoint"
-    )
-    start.add_argument(
+    parser.add_argument(
+        "--resume", nargs="?", const=True, default=False, choices=["auto"],
+        help="continue the run folder from its newest complete checkpoint, on any layout; --resume=auto also starts "
+        "where there is none, so that one line serves the first start and every restart",
+    )  # fmt: skip
+    parser.add_argument(
         "--load", type=Path, metavar="PATH", help="start a new run folder from this checkpoint, e.g. of another run"
     )
+    parser.add_argument(
+        "--allow-change", action="append", default=[], metavar="KEY", dest="allowed_changes",
+        help="let a key differ from the checkpoint that is fixed by habit, e.g. megastable.training.seed or, for "
+        "another text, megastable.data; repeatable",
+    )  # fmt: skip
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher appends it
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser)
     return run_command(
         RunRequest(
             run_file=arguments.deepspeed_config,
@@ -53,6 +61,7 @@ def main() -> int:
             run_dir=arguments.run_dir,
             resume=arguments.resume,
             load=arguments.load,
+            allowed_changes=arguments.allowed_changes,
         )
     )
 

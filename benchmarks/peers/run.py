@@ -44,6 +44,7 @@ from trainers import PEERS, Trainer
 from megastable.core.errors import UserError
 from megastable.core.host import usable_cpus
 from megastable.core.launch import Launch
+from megastable.core.scripts import Parser, run_script
 from megastable.engine.process_group import connected
 
 TIMED_BATCHES = "2,4,8,16,32,64"
@@ -55,7 +56,7 @@ GRACE_SECONDS = 120  # past the time limit, for the step under way; then a hangi
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8, help="transformer blocks, at least four (8)")
     parser.add_argument("--hidden", type=int, default=512, help="hidden size, a multiple of 64 (512)")
     parser.add_argument("--seq-length", type=int, default=256, help="tokens a sample (256)")
@@ -238,4 +239,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -2,27 +2,59 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from megastable.cli.check import print_findings
-from megastable.cli.output import finish_output, prepare_output
+from megastable.cli.checkpoints import print_checkpoints
 from megastable.cli.pictures import plot_run
 from megastable.cli.plan import PlanRequest, print_forecast, print_layouts
 from megastable.cli.watch import watch_run
 from megastable.config import json_schema
 from megastable.config.limits import MOST_PROCESSES
 from megastable.core.devices import DEVICES
-from megastable.core.errors import UserError, shown
+from megastable.core.errors import shown
+from megastable.core.scripts import run_script
 from megastable.planning.data_sheet_cost import DEFAULT_EFFICIENCY
 from megastable.planning.preflight.preflight import preflight
 from megastable.training.host import installed_gpus, look_at_text
 
+UsageError: Any = typer.BadParameter.__base__
+"""What typer raises for a command line that it refuses."""
+
+
+class ShownErrors(TyperGroup):
+    """Shows what was typed in a command line that is refused, and lets no terminal obey it."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        """Parse what stands before the command's name."""
+        with _shown_errors():
+            return super().make_context(*arguments, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Parse the rest, and run the command."""
+        with _shown_errors():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _shown_errors() -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        error.message = shown(error.message, keep="\n")
+        raise
+
+
 app = typer.Typer(
+    cls=ShownErrors,
     help="Tools around pre-training a GPT. Training itself: deepspeed launch/train.py --deepspeed_config FILE.",
     no_args_is_help=True,
     # Rich's frames break the lines of a traceback, which the report of a fault needs whole.
@@ -226,28 +258,54 @@ def watch(
     watch_run(run_dir, refresh, once)
 
 
+@app.command()
+def checkpoints(
+    run_dir: Annotated[
+        Path, typer.Argument(help="a run folder, e.g. runs/quickstart; or its checkpoints, or one of them")
+    ],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="read every file and compare it with the checksum of its writing")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one object instead of a table")] = False,
+) -> None:
+    """List the checkpoints of a run, oldest first, and say which are whole.
+
+    Shown are step, samples consumed, loss, the last evaluation's loss, the
+    layout that wrote it (any other may continue it), size on the disk and age.
+
+    A checkpoint is complete when its manifest obeys every rule and every file
+    of it is there with its size. What sizes do not show, a flipped bit or a
+    file of another step, --verify finds: it reads all bytes, and calls a
+    checkpoint whole where they are those that were written.
+
+    Listed as well is what a running run is about, or a killed one left:
+    .partial is unfinished, .superseded is complete and makes way for a newer
+    one of its step, .deleting is half deleted, .damaged was set aside for
+    one of its step. A run cleans up the first three when it starts.
+
+    JSON has path, newest_complete (its name, or null) and checkpoints, each
+    with name, kind, step, complete, verified, faults (sentences), bytes,
+    written_unix, age_seconds and, where the manifest can be read,
+    consumed_samples, consumed_tokens, loss, eval_loss, layout.
+
+    Nothing is written. Exit code 1 where --verify finds a fault in a
+    checkpoint, 0 without, 2 where the path is no run folder.
+    """
+    if not print_checkpoints(run_dir, verify, as_json):
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """Run the command as the console script does; a user's mistake ends with one message and exit code 2."""
-    prepare_output()
-    code = _exit_code()
-    sys.exit(finish_output() or code)
+    run_script(_exit_code)
 
 
-def _exit_code() -> int | str | None:
+def _exit_code() -> int | None:
     try:
         app()
-    except SystemExit as end:  # also after --help and options that are refused
-        return end.code
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
     except OSError as error:
         # What the operating system refuses is not ours to mend: a name that is too long, a folder without permission.
-        print(f"error: {_refusal(error)}", file=sys.stderr)
-    return 2
-
-
-def _refusal(error: OSError) -> str:
-    reason = error.strerror or str(error)
-    if error.filename is None:
-        return f"the output cannot be written: {reason}"
-    return shown(f"{error.filename}: {reason}")
+        what = f"{error.filename}: " if error.filename is not None else ""
+        print(f"error: {shown(what + (error.strerror or str(error)))}", file=sys.stderr)
+        return 2
+    return None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from megastable.cli.run_files import number, objects_in
 from megastable.core.errors import UserError
 from megastable.planning.forecast import Forecast, PhaseSpeed
 from megastable.training.run_folder import RunFolder
@@ -65,18 +65,18 @@ def plot_run(run_dir: Path, output: Path) -> None:
     evaluated = [row for row in rows if "eval_loss" in row]
 
     loss_axes, batch_axes, tflops_axes = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
-    loss_axes.plot(samples, [row["loss"] for row in rows], color="tab:blue", linewidth=1, label="training loss")
+    loss_axes.plot(samples, [number(row, "loss") for row in rows], color="tab:blue", linewidth=1, label="training loss")
     if evaluated:
         loss_axes.plot(
-            [row["consumed_samples"] for row in evaluated], [row["eval_loss"] for row in evaluated],
+            [row["consumed_samples"] for row in evaluated], [number(row, "eval_loss") for row in evaluated],
             "o-", color="tab:orange", label="validation loss",
         )  # fmt: skip
     loss_axes.set_ylabel("nats per token")
     loss_axes.legend(frameon=False)
     # consumed_samples counts to the end of a step, so a step's batch reaches back to the sample before it.
-    batch_axes.step(samples, [row["global_batch_size"] for row in rows], color="tab:green", where="pre")
+    batch_axes.step(samples, [number(row, "global_batch_size") for row in rows], color="tab:green", where="pre")
     batch_axes.set_ylabel("global batch\n(samples)")
-    tflops_axes.plot(samples, [row["tflops_per_device"] for row in rows], color="tab:red", linewidth=1)
+    tflops_axes.plot(samples, [number(row, "tflops_per_device") for row in rows], color="tab:red", linewidth=1)
     tflops_axes.set_ylabel("TFLOPs per device\n(model)")
     tflops_axes.set_xlabel("consumed samples")
     for axes in (loss_axes, batch_axes, tflops_axes):
@@ -87,19 +87,19 @@ def plot_run(run_dir: Path, output: Path) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a ``metrics.jsonl``.
+    """Read the rows of a ``metrics.jsonl`` that can be drawn; a killed run leaves half a line.
 
     Raises:
-        UserError: the file is missing or empty.
+        UserError: the file is missing, or no step can be read from it.
     """
     if not path.is_file():
         raise UserError(f"{path} does not exist; name a run folder")
-    text = path.read_text(encoding="utf-8")
-    whole_lines = text[: text.rfind("\n") + 1]  # a running or killed run may have half a line at the end
-    rows = [json.loads(line) for line in whole_lines.splitlines()]
-    if not rows:
-        raise UserError(f"{path} is empty: the run has not finished its first step")
-    return rows
+    rows = objects_in(path.read_bytes().splitlines())
+    # Other values may be null, where they were not finite.
+    drawn = [row for row in rows if number(row, "consumed_samples") is not None]
+    if not drawn:
+        raise UserError(f"{path} holds no step: the run has not finished its first, or its lines cannot be read")
+    return drawn
 
 
 # The forecast of a run

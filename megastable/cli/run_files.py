@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from statistics import median
 from typing import Any, BinaryIO
 
 from megastable.config import RunConfig, load_run_file
-from megastable.core.batch_rampup import RunLength
+from megastable.core.batch_rampup import BatchRampup, RunLength
 from megastable.core.errors import UserError, shown
 from megastable.core.layout import ParallelLayout
 from megastable.core.run_paths import RunPaths
@@ -27,6 +26,10 @@ MOST_BYTES = 16 * 2**20
 KEPT_STEPS = 4000
 """Far enough back for the last evaluation."""
 KEPT_EVENTS = 50
+LARGEST_NUMBER = 1e300
+"""Sums and differences of a few such numbers are still finite."""
+LARGEST_COUNT = 2**62
+"""No run consumes as many samples."""
 PACE_STEPS = 20
 """Steps from which the step time and the time left are estimated."""
 
@@ -34,11 +37,18 @@ PACE_STEPS = 20
 def number(row: Row, key: str) -> float | None:
     """Return a finite number, or None: the key is absent, or its value is null, not finite or no number at all."""
     value = row.get(key)
-    # bool is a subclass of int, but `true` is no number in JSON.
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # bool is a subclass of int, but `true` is no number in JSON, whose whole numbers may have any number of digits.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_NUMBER
     if not is_number:
         return None
     return value
+
+
+def count(row: Row, key: str) -> int | None:
+    """Return a whole number from 0 up to what a run can reach; None for everything else."""
+    value = row.get(key)
+    # type() and not isinstance(): to Python, JSON's true is the number 1.
+    return value if type(value) is int and 0 <= value <= LARGEST_COUNT else None
 
 
 def layers_of(row: Row) -> dict[str, Row]:
@@ -79,7 +89,7 @@ class Tail:
         except OSError as error:  # no permission, or a network folder out of reach
             self.fault = f"{self.path.name} cannot be read: {error.strerror}"
             return [], False
-        return list(_objects(lines)), afresh
+        return list(objects_in(lines)), afresh
 
     def _new_lines(self, file: BinaryIO) -> tuple[list[bytes], bool]:
         # The size alone would not do: a file that was replaced may have grown past the old place since.
@@ -110,7 +120,8 @@ def _safe(value: Any) -> Any:
     return value
 
 
-def _objects(lines: list[bytes]) -> Iterator[Row]:
+def objects_in(lines: list[bytes]) -> Iterator[Row]:
+    """Yield the JSON objects among lines, and leave out whatever else stands there."""
     for line in lines:
         try:
             row = json.loads(line)
@@ -126,7 +137,6 @@ class RunState:
 
     run_dir: Path
     run: RunConfig | None = None
-    length: RunLength | None = None
     steps: deque[Row] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
     events: deque[Row] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
     newest_step_unix: float | None = None
@@ -137,6 +147,20 @@ class RunState:
     def newest(self) -> Row:
         """Return the newest step; an empty row before the first."""
         return self.steps[-1] if self.steps else {}
+
+    @property
+    def length(self) -> RunLength | None:
+        """Return the length of the whole run: what is done, and the steps that the run file leaves; None without it.
+
+        A run that was resumed with another ramp or batch has not come the way that the file says.
+        """
+        if self.run is None:
+            return None
+        step = count(self.newest, "step")
+        consumed = count(self.newest, "consumed_samples")
+        if step is None or consumed is None:
+            return _length_after(self.run, 0, 0)
+        return _length_after(self.run, step, consumed)
 
     def newest_with(self, *keys: str) -> Row:
         """Return the newest step that has one of the keys: not every step is evaluated or monitored."""
@@ -245,7 +269,6 @@ class RunReader:
                 # Remembered before it is read, so that a file that is refused is not read again at every refresh.
                 self._config_version = version
                 self.state.run = load_run_file(self._config)
-                self.state.length = _planned_length(self.state.run)
                 self._config_fault = ""
         except OSError as error:
             self._config_fault = f"{self._config.name} cannot be read: {error.strerror}"
@@ -253,9 +276,17 @@ class RunReader:
             self._config_fault = str(error).replace(str(self._config), self._config.name)
 
 
-def _planned_length(run: RunConfig) -> RunLength:
-    """Count the steps and samples of the whole run."""
+def _length_after(run: RunConfig, step: int, consumed_samples: int) -> RunLength:
+    """Count the steps and samples of a run that has done ``step`` steps of ``consumed_samples`` together."""
     training = run.megastable.training
-    # The samples of a step do not depend on the number of replicas, which is unknown here: one will do.
-    ramp = run.megastable.batch_rampup.ramp(run.train_micro_batch_size_per_gpu, data_parallel_size=1)
-    return RunLength.of(ramp.phases(total_samples=training.total_samples, total_steps=training.total_steps))
+    # The samples of a step do not depend on how they are split, and the replicas are unknown here: ones will do.
+    ramp = BatchRampup(run.megastable.batch_rampup.schedule(), micro_batch_size=1, data_parallel_size=1)
+    phases = ramp.phases(
+        total_samples=training.total_samples,
+        total_steps=training.total_steps,
+        first_step=step,
+        first_sample=consumed_samples,
+    )
+    if not phases:
+        return RunLength(step, consumed_samples, consumed_samples)
+    return RunLength.of(phases)

@@ -49,6 +49,16 @@ def duration(seconds: float) -> str:
     return " ".join(f"{amount:,} {unit}" for amount, unit in parts[first : first + 2] if amount)
 
 
+def size(size_bytes: float) -> str:
+    """Format a size by its largest unit: 512 B, 1.5 KiB, 12.3 GiB."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    unit = 0
+    while size_bytes >= 1024 and unit + 1 < len(units):
+        size_bytes /= 1024
+        unit += 1
+    return f"{size_bytes:,.0f} B" if unit == 0 else f"{size_bytes:,.1f} {units[unit]}"
+
+
 def as_json(values: Any) -> str:
     """Format plain values for a program to read, in ASCII: any output takes it, and no terminal obeys it."""
     return json.dumps(values, indent=2)

@@ -25,7 +25,7 @@ from megastable.config.model import ModelConfig
 from megastable.config.parallelism import PipelineConfig, TensorParallelConfig
 from megastable.config.reading.faults import NO_VALUE, Fault
 from megastable.config.section import Amount, Section
-from megastable.config.training import InitConfig, TrainingConfig
+from megastable.config.training import CheckpointConfig, InitConfig, TrainingConfig
 from megastable.core.batch_rampup import BatchDivisionError
 from megastable.core.errors import UserError
 from megastable.core.layout import ParallelLayout
@@ -241,11 +241,24 @@ def evaluation_needs_validation_data(data: DataConfig, training: TrainingConfig)
         )
 
 
+def best_checkpoints_need_evaluation(checkpoint: CheckpointConfig, training: TrainingConfig) -> Iterator[Fault]:
+    """Refuse to keep the best of checkpoints that nothing tells apart."""
+    if checkpoint.keep_best is not None and training.eval_interval == 0:
+        yield Fault(
+            "megastable.checkpoint.keep_best",
+            checkpoint.keep_best,
+            "needs megastable.training.eval_interval above 0: the best are those of the lowest validation loss",
+        )
+
+
 class LaunchedRun(Section):
     """What the layout of a launch needs beside the sections of the file; no part of the file itself."""
 
     world_size: int = Field(ge=1)
     micro_batch_size: int = Field(ge=1, le=LARGEST_BATCH)
+    first_step: int = Field(ge=0)
+    """Steps that a run which continues a checkpoint has done."""
+    first_sample: int = Field(ge=0)
 
 
 def auto_starts_from_one_sample(launched: LaunchedRun, batch_rampup: BatchRampupConfig) -> Iterator[Fault]:
@@ -276,14 +289,17 @@ def batches_divide_among_replicas(
     training: TrainingConfig,
     batch_rampup: BatchRampupConfig,
 ) -> Iterator[Fault]:
-    """Require that every batch of the ramp is a multiple of micro-batch size x replicas.
+    """Require that every batch that the ramp still has is a multiple of micro-batch size x replicas.
 
     Only a sound ramp, run length and layout can be expanded; the registry lists the rules that make them so.
     """
     layout = _layout(launched, pipeline, tensor_parallel, training)
     try:
         batch_rampup.ramp(launched.micro_batch_size, layout.data_parallel_size).phases(
-            total_samples=training.total_samples, total_steps=training.total_steps
+            total_samples=training.total_samples,
+            total_steps=training.total_steps,
+            first_step=launched.first_step,
+            first_sample=launched.first_sample,
         )
     except BatchDivisionError as error:
         yield from (Fault("megastable.batch_rampup", NO_VALUE, fault) for fault in error.faults)

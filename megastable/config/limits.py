@@ -26,11 +26,13 @@ LARGEST_BATCH: Final = 2**20
 MOST_SAMPLES: Final = 10**12
 MOST_TOKENS: Final = 10**18
 MOST_STEPS: Final = 10**9
+# Ten years.
+MOST_SECONDS: Final = 10 * 365 * 24 * 3600
 # Every increment of a ramp, and every entry of a list of steps, is a phase that is planned by itself; BLOOM had 116.
 MOST_INCREMENTS: Final = 1_000
 LONGEST_LIST: Final = 1_000
-# Batches of a ramp x stages^2: the time in which "auto" simulates every split of every batch grows with it, to about
-# two seconds here.
+# Batches of a ramp x stages^2: the time in which "auto" chooses the split of every batch grows with it, to about half a
+# second here.
 MOST_TRIED_BY_AUTO: Final = 50_000
 
 # Seconds after which a run without progress is ended. A busy machine may stand still for some; nobody waits for days.

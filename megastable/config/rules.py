@@ -6,8 +6,9 @@ in ``cross_rules.py`` or beside the subject (``stages.py``) where it reads sever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import get_type_hints
 
 from megastable.config.batch_rampup import (
@@ -23,6 +24,7 @@ from megastable.config.cross_rules import (
     accumulation_fits_the_format,
     auto_starts_from_one_sample,
     batches_divide_among_replicas,
+    best_checkpoints_need_evaluation,
     bpe_fits_the_model,
     bytes_fit_the_model,
     compiled_blocks_are_whole,
@@ -57,7 +59,12 @@ from megastable.config.stages import (
     no_more_stages_than_layers,
     type_matches_a_class,
 )
-from megastable.config.training import one_run_length, std_belongs_to_fixed
+from megastable.config.training import (
+    keep_every_meets_the_saves,
+    kept_beside_the_last,
+    one_run_length,
+    std_belongs_to_fixed,
+)
 
 RuleFunction = Callable[..., Iterator[Fault]]
 
@@ -69,7 +76,7 @@ class Rule:
     function: RuleFunction
     needs: tuple[RuleFunction, ...] = ()
 
-    @property
+    @cached_property
     def sections(self) -> dict[str, type[Section]]:
         """Return the sections that the rule reads, by the names of its parameters; their types say which."""
         return {name: kind for name, kind in get_type_hints(self.function).items() if name != "return"}
@@ -103,6 +110,10 @@ RULES: tuple[Rule, ...] = (
     Rule(bpe_fits_the_model),
     Rule(bytes_fit_the_model),
     Rule(evaluation_needs_validation_data),
+    # Checkpoints.
+    Rule(kept_beside_the_last),
+    Rule(keep_every_meets_the_saves),
+    Rule(best_checkpoints_need_evaluation),
     # What tensor ranks split.
     Rule(tensor_ranks_divide_the_model),
     Rule(tensor_ranks_divide_kv_heads),
@@ -156,14 +167,17 @@ To add a rule: a function whose parameters are typed with the sections that it r
 """
 
 
-def broken_rules(sections: Mapping[type[Section], Section], rules: Sequence[Rule]) -> Iterator[Fault]:
+def broken_rules(
+    sections: Mapping[type[Section], Section], rules: Sequence[Rule], known_to_hold: Collection[RuleFunction] = ()
+) -> Iterator[Fault]:
     """Yield the faults of all rules that can judge: their sections are valid, and the rules that they need hold.
 
     Args:
         sections: section type -> its valid instance.
         rules: in an order in which a rule comes after those that it needs, as ``RULES``.
+        known_to_hold: rules that are not looked at.
     """
-    hold: set[RuleFunction] = set()
+    hold = set(known_to_hold)
     for rule in rules:
         if not hold.issuperset(rule.needs):
             continue

@@ -70,7 +70,10 @@ class MegastableConfig(Section):
     monitors: MonitorsConfig = Field(
         default_factory=MonitorsConfig, description="What is watched while a run goes on, and how often."
     )
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="When to save.")
+    checkpoint: CheckpointConfig = Field(
+        default_factory=CheckpointConfig,
+        description="When to save, what to keep, and what to do where a save fails.",
+    )
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description="What is printed.")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from megastable.config.model import ModelConfig
@@ -46,7 +47,7 @@ class StageCut:
         layers = flat_layers(model_shape(model), model_parts(model), recomputed, tensor_parallel.size)
         return cls(layers, stage_bounds(layers, pipeline.num_stages, pipeline.partition))
 
-    @property
+    @cached_property
     def stages(self) -> list[StageLayers]:
         """Count what every stage holds, from the first to the last."""
         return [StageLayers.of(layer.kind for layer in own) for own in self._held]

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from megastable.config.limits import (
     LARGEST_FACTOR,
     LONGEST_HANG_SECONDS,
     MOST_PROCESSES,
     MOST_SAMPLES,
+    MOST_SECONDS,
     MOST_STEPS,
     MOST_TOKENS,
     SHORTEST_HANG_SECONDS,
 )
 from megastable.config.reading.faults import Fault
 from megastable.config.section import RegisteredName, Section
+from megastable.core.batch_rampup import goes_on
 from megastable.core.init_std import INIT_SCHEMES
 
 LARGEST_SEED = 2**32 - 1
@@ -55,6 +59,39 @@ class InitConfig(Section):
     )
 
 
+CLOCK_PATTERN = r"^(?:(\d{1,4})-)?(\d{1,5}):([0-5]\d):([0-5]\d)$"
+
+
+def _seconds_or_clock(value: object) -> object:
+    """Return a number of seconds, which a text like SLURM's ``--time`` gives as well; null stays null."""
+    if value is None:
+        return None
+    clock = re.fullmatch(CLOCK_PATTERN, value, re.ASCII) if isinstance(value, str) else None
+    if clock is not None:
+        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        value = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    # To Python, JSON's true is the number 1.
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MOST_SECONDS:
+        return float(value)
+    raise PydanticCustomError(
+        "duration",
+        'must be a number of seconds above 0, or a text "HH:MM:SS" or "D-HH:MM:SS"; at most {most} seconds',
+        {"most": MOST_SECONDS},
+    )
+
+
+Duration = Annotated[
+    float | None,
+    BeforeValidator(
+        _seconds_or_clock,
+        json_schema_input_type=Annotated[float, Field(gt=0, le=MOST_SECONDS)]
+        | Annotated[str, Field(pattern=CLOCK_PATTERN)]
+        | None,
+    ),
+]
+"""The type of a key that holds a length of time, in seconds or as on a clock; null for none."""
+
+
 class TrainingConfig(Section):
     """How long to train, and how to evaluate."""
 
@@ -72,6 +109,11 @@ class TrainingConfig(Section):
     )
     eval_samples: int = Field(
         default=256, ge=1, le=MOST_SAMPLES, description="Most validation samples of one evaluation."
+    )
+    time_limit: Duration = Field(
+        default=None,
+        description='Seconds, or "HH:MM:SS", after which the processes of a run have ended: it stops and saves while '
+        "a save still fits. Counted from the start of the process; null: no limit.",
     )
     # For runs that have to be reproduced: another number of processes changes the order of floating-point sums.
     world_size: int | None = Field(
@@ -106,6 +148,10 @@ class TrainingConfig(Section):
         default=False, description="Allow fp16 on a CPU, where its arithmetic is slow: for trying things out."
     )
 
+    def goes_on(self, step: int, consumed_samples: int) -> bool:
+        """Tell whether another step follows ``step`` steps that have consumed so many samples."""
+        return goes_on(step, consumed_samples, self.total_steps, self.total_samples)
+
 
 class MonitorsConfig(Section):
     """What is watched while a run goes on, and how often."""
@@ -138,13 +184,41 @@ class MonitorsConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When to save."""
+    """When to save, what to keep, and what to do where a save fails."""
 
     save_interval: int | None = Field(
         default=0,
         ge=0,
         le=MOST_STEPS,
         description="Steps between two checkpoints; 0: after the last step only; null: none, and the weights are lost.",
+    )
+    asynchronous: bool = Field(
+        default=True,
+        description="Write a checkpoint in the background, from a copy in host memory (12 bytes for each parameter "
+        "whose optimizer state a process holds); false: training waits until it is written.",
+    )
+    keep_last: int | None = Field(
+        default=None,
+        ge=1,
+        le=MOST_STEPS,
+        description="Keep the newest checkpoints, so many, and delete older ones; null: keep all.",
+    )
+    keep_every: int | None = Field(
+        default=None,
+        ge=1,
+        le=MOST_STEPS,
+        description="Beside keep_last, keep the checkpoints whose step is a multiple of this.",
+    )
+    keep_best: int | None = Field(
+        default=None,
+        ge=1,
+        le=MOST_STEPS,
+        description="Beside keep_last, keep the checkpoints with the lowest validation losses, so many.",
+    )
+    on_failure: Literal["continue", "stop"] = Field(
+        default="continue",
+        description="A save that fails (full disk, unwritable folder) is a warning and an event. continue: the run "
+        "goes on with the last good checkpoint and tries again at the next interval; stop: it ends.",
     )
 
 
@@ -161,6 +235,24 @@ def std_belongs_to_fixed(init: InitConfig) -> Iterator[Fault]:
     if init.scheme != "fixed" and init.std is not None:
         yield Fault(
             "megastable.init.std", init.std, f'is only legal with the scheme "fixed", not "{init.scheme}"; remove it'
+        )
+
+
+def kept_beside_the_last(checkpoint: CheckpointConfig) -> Iterator[Fault]:
+    """Refuse to name checkpoints to keep where all are kept anyway."""
+    for key in ("keep_every", "keep_best"):
+        value = getattr(checkpoint, key)
+        if value is not None and checkpoint.keep_last is None:
+            yield Fault(f"megastable.checkpoint.{key}", value, "needs keep_last; without it all checkpoints are kept")
+
+
+def keep_every_meets_the_saves(checkpoint: CheckpointConfig) -> Iterator[Fault]:
+    """Require that a checkpoint is saved at every step that is to be kept."""
+    if checkpoint.keep_every and checkpoint.save_interval and checkpoint.keep_every % checkpoint.save_interval:
+        yield Fault(
+            "megastable.checkpoint.keep_every",
+            checkpoint.keep_every,
+            f"must be a multiple of save_interval ({checkpoint.save_interval}), or these steps are not saved",
         )
 
 

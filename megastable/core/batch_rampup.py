@@ -114,10 +114,10 @@ class StepRamp:
         return bisect_right(self.steps, consumed_samples, key=lambda step: step[0]) - 1
 
 
-def global_batch_sizes(schedule: GlobalBatchSchedule) -> list[int]:
-    """List every size that the schedule has, in order, whether or not a step will start within its phase."""
-    sizes = [schedule.at(0)]
-    position = schedule.next_boundary(0)
+def global_batch_sizes(schedule: GlobalBatchSchedule, first_sample: int = 0) -> list[int]:
+    """List every size that the schedule has from a sample on, in order, whether or not a step starts in its phase."""
+    sizes = [schedule.at(first_sample)]
+    position = schedule.next_boundary(first_sample)
     while position is not None:
         sizes.append(schedule.at(position))
         position = schedule.next_boundary(position)
@@ -146,7 +146,7 @@ class RampPhase:
 
 @dataclass(frozen=True)
 class BatchRampup:
-    """The ramp of one run on one layout: what every step's batch is, known before step 0.
+    """The ramp of one run on one layout: what every step's batch is, known before the first.
 
     ``micro_batch_size_steps`` lists ``(from_global_batch_size, micro_batch_size)``; below its first entry
     ``micro_batch_size`` holds.
@@ -171,21 +171,35 @@ class BatchRampup:
             return self.micro_batch_size
         return self.micro_batch_size_steps[index - 1][1]
 
-    def phases(self, *, total_samples: int | None = None, total_steps: int | None = None) -> list[RampPhase]:
+    def phases(
+        self,
+        *,
+        total_samples: int | None = None,
+        total_steps: int | None = None,
+        first_step: int = 0,
+        first_sample: int = 0,
+    ) -> list[RampPhase]:
         """Expand the ramp until ``total_samples`` are consumed or ``total_steps`` are done (exactly one is given).
 
         A phase is computed at once, not step by step: BLOOM's ramp has 12,658 steps in 116 phases.
 
         Steps are never cut: the last one may consume past ``total_samples``.
 
+        Args:
+            first_step: steps that are done already, under whatever ramp; both totals are of the whole run.
+            first_sample: samples that they have consumed.
+
+        Returns:
+            The phases of the steps that are left; none where the run is over.
+
         Raises:
             BatchDivisionError: a global batch of the run does not divide by micro-batch size x data-parallel size; the
                 first ``SHOWN_FAULTS`` such sizes are named with their legal neighbours.
         """
         phases: list[RampPhase] = []
-        step = 0
-        consumed = 0
-        while _goes_on(step, consumed, total_steps, total_samples):
+        step = first_step
+        consumed = first_sample
+        while goes_on(step, consumed, total_steps, total_samples):
             batch = self.at(consumed)
             # The phase ends with the first of: the ramp's next boundary, the run's samples, the run's steps. The step
             # that crosses a boundary still has the size with which it started.
@@ -243,8 +257,8 @@ class BatchRampup:
         return self.micro_batch_size_for(global_batch_size) * self.data_parallel_size
 
 
-def _goes_on(step: int, consumed_samples: int, total_steps: int | None, total_samples: int | None) -> bool:
-    """Tell whether another step follows, by the one of the two totals that is given."""
+def goes_on(step: int, consumed_samples: int, total_steps: int | None, total_samples: int | None) -> bool:
+    """Tell whether another step follows ``step`` steps, by the one of the two totals that is given."""
     if total_samples is not None:
         return consumed_samples < total_samples
     return step < (total_steps or 0)

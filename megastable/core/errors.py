@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+EXIT_CODE_FAILURE = 1
+EXIT_CODE_HANG = 4
+EXIT_CODE_ASKED_AND_SAVED = 75
+"""The number that sysexits.h gives to a failure that is over when the program is started again."""
+EXIT_CODE_ASKED_NOT_SAVED = 76
+
 
 def shown(text: str, keep: str = "") -> str:
     r"""Return ``text`` with all that a terminal would obey instead of showing it written as an escape: ``\x1b``.
@@ -44,6 +50,19 @@ class RunStoppedError(UserError):
     """
 
     exit_code = 3
+
+
+class AskedToStopError(RunStoppedError):
+    """A run that ends before its last step because it was asked to, on all ranks together.
+
+    Args:
+        text: by what, and what was saved.
+        saved: whether there is a checkpoint of the last step.
+    """
+
+    def __init__(self, text: str, saved: bool) -> None:
+        super().__init__(text)
+        self.exit_code = EXIT_CODE_ASKED_AND_SAVED if saved else EXIT_CODE_ASKED_NOT_SAVED
 
 
 class DamagedDataError(Exception):

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 
 from megastable.core.flops import BACKWARD_FORWARD_RATIO, ModelShape, Recomputation
 from megastable.core.model_parts import ModelParts
@@ -86,6 +87,8 @@ class FlatLayer:
     """Operations of a sample, forward and backward, over all tensor ranks."""
 
 
+# A search over layouts, and every rule of a run file, asks for the same layers again.
+@lru_cache(maxsize=64)
 def flat_layers(
     shape: ModelShape, parts: ModelParts, recomputation: Recomputation, tensor_parallel_size: int = 1
 ) -> tuple[FlatLayer, ...]:
@@ -104,15 +107,11 @@ def flat_layers(
     head_cost += recomputation.flops_per_sample(shape, 0, holds_head=True)
     head_class = "VocabularyEmbedding" if parts.tie_embeddings else "OutputHead"
 
-    def layer(
-        kind: LayerKind, class_name: str, cost: int, matrices: bool, vectors: bool, number: int | None = None
-    ) -> FlatLayer:
+    def layer(kind: LayerKind, class_name: str, cost: int, matrices: bool, vectors: bool) -> FlatLayer:
         weights = stage_parameters(shape, parts, StageLayers.of([kind]), tensor_parallel_size)
-        return FlatLayer(kind.layer_name(number), kind, class_name, weights, matrices, vectors, cost)
+        return FlatLayer(kind.layer_name(), kind, class_name, weights, matrices, vectors, cost)
 
-    def block(number: int) -> FlatLayer:
-        return layer(LayerKind.BLOCK, "TransformerBlock", block_cost, matrices=True, vectors=True, number=number)
-
+    block = layer(LayerKind.BLOCK, "TransformerBlock", block_cost, matrices=True, vectors=True)
     return (
         layer(LayerKind.EMBEDDING, "VocabularyEmbedding", stream_cost, matrices=True, vectors=False),
         layer(
@@ -122,7 +121,7 @@ def flat_layers(
             matrices=parts.positions.has_table,
             vectors=parts.embedding_norm,
         ),
-        *(block(number) for number in range(shape.num_layers)),
+        *(replace(block, name=LayerKind.BLOCK.layer_name(number)) for number in range(shape.num_layers)),
         layer(LayerKind.FINAL_NORM, "FinalNorm", stream_cost, matrices=False, vectors=True),
         layer(LayerKind.HEAD, head_class, head_cost, matrices=True, vectors=False),
     )

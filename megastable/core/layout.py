@@ -66,8 +66,13 @@ class ParallelLayout:
             )
         return cls(num_stages, world_size // replica, tensor_parallel_size)
 
-    def describe(self, rank: int) -> str:
-        """Name a rank by its place in the layout, for messages."""
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """Return stage, replica and tensor rank of a process."""
         replica_rank, tensor = divmod(rank, self.tensor_parallel_size)
         stage, replica = divmod(replica_rank, self.data_parallel_size)
+        return stage, replica, tensor
+
+    def describe(self, rank: int) -> str:
+        """Name a rank by its place in the layout, for messages."""
+        stage, replica, tensor = self.coordinates(rank)
         return f"rank {rank} (stage {stage}, replica {replica}, tensor {tensor})"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -78,6 +79,9 @@ def _least_squares(sums_before: Sequence[int], num_parts: int, limit: int) -> tu
         # Each part needs a value, those before this one and those after; the last part takes all that are left.
         last_stop = count - (num_parts - part)
         first_stop = part if part < num_parts else count
+        # Under the limit, neither the parts so far nor those that follow hold more than so many of it.
+        last_stop = min(last_stop, bisect_right(sums_before, part * limit) - 1)
+        first_stop = max(first_stop, bisect_left(sums_before, sums_before[-1] - (num_parts - part) * limit))
         squares: dict[int, int] = {}
         chosen_before = chosen
         chosen = {}

@@ -8,35 +8,14 @@ receives synchronously. Equal stages need no playing: their time has a closed fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, cached_property, lru_cache
 
-FORWARD = 0
-BACKWARD = 1
-Pass = tuple[int, int]
-"""(FORWARD or BACKWARD, micro-batch)."""
 MOST_PLAYED = 50_000
-"""Passes of a step that are played before the rest is extrapolated, about a twentieth of a second."""
+"""Passes of a step that are played before the rest is extrapolated: about ten milliseconds."""
 STEADY_TOLERANCE = 1e-9
 """Relative, between what a further micro-batch adds and what the slowest stage needs for it."""
-
-
-def one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int) -> list[Pass]:
-    """List a stage's passes in the order of 1F1B, which DeepSpeed runs.
-
-    PipeDream-Flush: Narayanan et al., arXiv 2104.04473, figure 4. At most ``num_stages - stage`` micro-batches are in
-    flight on a stage, so its activations do not grow with the number of micro-batches.
-    """
-    in_flight = min(num_stages - stage, num_microbatches)
-    # The warmup fills the pipeline below this stage, the last stage included.
-    passes = [(FORWARD, micro_batch) for micro_batch in range(in_flight)]
-    # From here on a backward pass frees the place of the next forward pass, until no micro-batch is left to start.
-    for micro_batch in range(num_microbatches):
-        passes.append((BACKWARD, micro_batch))
-        if micro_batch + in_flight < num_microbatches:
-            passes.append((FORWARD, micro_batch + in_flight))
-    return passes
 
 
 @dataclass(frozen=True)
@@ -46,7 +25,7 @@ class PassSeconds:
     forward: tuple[float, ...]
     backward: tuple[float, ...]
 
-    @property
+    @cached_property
     def slowest_stage(self) -> float:
         """Return the seconds of a forward and a backward pass on the stage where they take longest."""
         return max(map(sum, zip(self.forward, self.backward, strict=True)))
@@ -57,44 +36,38 @@ class PassSeconds:
         return sum(self.forward) + sum(self.backward)
 
 
-# The search of a layout asks for the same stages again and again, and `pipeline_seconds` for neighbouring counts.
+# `pipeline_seconds` asks for neighbouring counts, and different layouts of a search for the same stages.
 @lru_cache(maxsize=4096)
 def simulate(passes: PassSeconds, num_microbatches: int) -> float:
-    """Return the seconds from the first pass to the last, with every pass played."""
-    num_stages = len(passes.forward)
-    seconds_of = (passes.forward, passes.backward)
-    orders = [one_forward_one_backward(stage, num_stages, num_microbatches) for stage in range(num_stages)]
-    num_played = [0] * num_stages
-    clock = [0.0] * num_stages
-    # ended[kind][stage][micro_batch]. A stage takes the passes of a kind in the order of the micro-batches, so the
-    # list's length tells which of them have ended.
-    ended: tuple[list[list[float]], list[list[float]]] = ([[] for _ in orders], [[] for _ in orders])
-    passes_left = sum(map(len, orders))
-    while passes_left:
-        # Play each stage until it has to wait for a neighbour. The order of the stages does not change any clock: a
-        # pass starts when its stage is free and its input is there, whenever it is played.
-        for stage in range(num_stages):
-            while num_played[stage] < len(orders[stage]):
-                kind, micro_batch = orders[stage][num_played[stage]]
-                source = stage - 1 if kind == FORWARD else stage + 1
-                ready = _seconds_when_ready(ended[kind], source, micro_batch)
-                if ready is None:
-                    break
-                clock[stage] = max(clock[stage], ready) + seconds_of[kind][stage]
-                ended[kind][stage].append(clock[stage])
-                num_played[stage] += 1
-                passes_left -= 1
-    return max(clock)
+    """Return the seconds from the first pass to the last, with every pass played in the order of 1F1B.
 
-
-def _seconds_when_ready(ended: Sequence[Sequence[float]], source: int, micro_batch: int) -> float | None:
-    """Return when the stage ``source`` ended its pass of the micro-batch; None where that pass was not played yet."""
-    # Before the first stage are the data and after the last one is the loss, which wait for no other stage.
-    if not 0 <= source < len(ended):
-        return 0.0
-    if micro_batch >= len(ended[source]):
-        return None
-    return ended[source][micro_batch]
+    PipeDream-Flush: Narayanan et al., arXiv 2104.04473, figure 4, which DeepSpeed runs. Stage s of p stages first runs
+    p - s forward passes (all, where there are fewer), then a backward and a forward pass in turn until no micro-batch
+    is left to start, then the backward passes that are left.
+    """
+    # In turn i every stage s plays the forward pass of micro-batch i and then the backward pass of micro-batch
+    # i - (p - 1 - s), where there are such: that is the stage's own order. The backward pass waits for the next stage's
+    # of the same micro-batch, which was that stage's last pass of the turn before.
+    forward, backward = passes.forward, passes.backward
+    last = len(forward) - 1
+    ended = [0.0] * len(forward)  # when each stage has ended its last pass
+    for turn in range(num_microbatches):
+        arrived = 0.0  # when the stage before has ended the forward pass; the data wait for no stage
+        for stage in range(last + 1):
+            now = ended[stage]
+            if arrived > now:
+                now = arrived
+            now += forward[stage]
+            arrived = now
+            if stage >= last - turn:
+                if stage < last and ended[stage + 1] > now:
+                    now = ended[stage + 1]
+                now += backward[stage]
+            ended[stage] = now
+    for turn in range(num_microbatches, num_microbatches + last):
+        for stage in range(max(0, last - turn), num_microbatches + last - turn):
+            ended[stage] = max(ended[stage], ended[stage + 1]) + backward[stage]
+    return ended[0]
 
 
 def pipeline_seconds(passes: PassSeconds, num_microbatches: int) -> float:
@@ -183,15 +156,29 @@ class PipelineCost:
 
     def pipeline_seconds(self, micro_batch_size: int, num_microbatches: int) -> float:
         """Return the seconds from the first pass to the last, in closed form where all stages are equal."""
-        passes = self.passes(micro_batch_size)
-        if len(set(self.stages)) == 1:
-            return equal_stages_seconds(len(self.stages), num_microbatches, passes.slowest_stage)
+        if self._has_equal_stages:
+            slowest_stage = self._passes(micro_batch_size).slowest_stage
+            return equal_stages_seconds(len(self.stages), num_microbatches, slowest_stage)
         if self._is_proportional:
             # The passes of one sample, scaled: a search over sizes then plays the same pipeline only once.
-            return micro_batch_size * pipeline_seconds(self.passes(1), num_microbatches)
-        return pipeline_seconds(passes, num_microbatches)
+            return micro_batch_size * self._played(1, num_microbatches)
+        return self._played(micro_batch_size, num_microbatches)
 
-    @property
+    @cached_property
+    def _passes(self) -> Callable[[int], PassSeconds]:
+        """Return ``passes`` with what it has computed before."""
+        return cache(self.passes)
+
+    @cached_property
+    def _played(self) -> Callable[[int, int], float]:
+        """Return a function of (micro-batch size, number of micro-batches) that plays each pair only once."""
+        return cache(lambda size, num_microbatches: pipeline_seconds(self._passes(size), num_microbatches))
+
+    @cached_property
+    def _has_equal_stages(self) -> bool:
+        return len(set(self.stages)) == 1
+
+    @cached_property
     def _is_proportional(self) -> bool:
         """Tell whether no time is the same for every size of a micro-batch, as with the costs of a data sheet."""
         passes = [line for stage in self.stages for line in (stage.forward, stage.backward)]
@@ -200,6 +187,17 @@ class PipelineCost:
     def step_seconds(self, micro_batch_size: int, num_microbatches: int) -> float:
         """Return the seconds of a whole step."""
         return self.pipeline_seconds(micro_batch_size, num_microbatches) + self.fixed_seconds
+
+    def least_step_seconds(self, micro_batch_size: int, num_microbatches: int) -> float:
+        """Return a bound below ``step_seconds``, but for rounding, that needs no playing and is near it."""
+        passes = self._passes(micro_batch_size)
+        least = 0.0
+        # The first micro-batch comes through all stages before a stage, and the last one goes back through them.
+        before = 0.0
+        for both in map(sum, zip(passes.forward, passes.backward, strict=True)):
+            least = max(least, before + num_microbatches * both)
+            before += both
+        return least + self.fixed_seconds
 
     def idle_share(self, micro_batch_size: int, num_microbatches: int) -> float:
         """Compute the share of the pipeline's time in which a stage waits, on average over the stages.

@@ -56,6 +56,8 @@ class StepResult:
     step_seconds: float
     watched: Watched | None = None
     """None where the step was not watched."""
+    asked_to_stop: bool = False
+    """True where a rank had been asked to stop before the end of the step."""
 
 
 @dataclass(frozen=True)
@@ -90,3 +92,7 @@ class TrainingState:
     def from_dict(cls, values: dict[str, Any]) -> TrainingState:
         """Restore the state from the values of ``to_dict``."""
         return cls(**values)
+
+
+FRESH = TrainingState()
+"""The state of a run before its first step."""

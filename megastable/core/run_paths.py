@@ -34,7 +34,7 @@ class RunPaths:
 
     @property
     def checkpoints(self) -> Path:
-        """Return the folder of the checkpoints, see ``core.checkpoint_folder``."""
+        """Return the folder of the checkpoints, see ``checkpoints.folder``."""
         return self.path / "checkpoints"
 
     def check_writable(self) -> None:

@@ -16,20 +16,12 @@ from megastable.config import DataConfig, ModelConfig
 from megastable.core.errors import UserError
 from megastable.core.user_paths import expanded
 from megastable.data.cache_folder import build_once
-from megastable.data.dataset import TokenArray, TokenDataset
+from megastable.data.dataset import TokenDataset
 from megastable.data.progress import note
 from megastable.data.sample_order import hash64, validation_documents
-from megastable.data.sources import SOURCES, DocumentSource, open_source
+from megastable.data.sources import DocumentSource, open_source
 from megastable.data.text_tokenizers import check_fits_model, make_tokenizer, tokenizer_identity
-from megastable.data.token_store import (
-    FORMAT_VERSION,
-    TOKENIZER_FOLDER,
-    TRAIN_FILE,
-    VALIDATION_FILE,
-    keeps_carriage_returns,
-    note_that_text_has_no_carriage_return,
-    open_token_store,
-)
+from megastable.data.token_store import FORMAT_VERSION, TOKENIZER_FOLDER, MappedTokens, open_token_store
 from megastable.data.token_writer import describe_progress, write_token_store
 
 DEFAULT_CACHE_DIR = "~/.cache/megastable"
@@ -79,7 +71,7 @@ def prepare_corpus(data: DataConfig, model: ModelConfig, *, show_progress: bool)
     for remark in source.remarks():
         note(f"{source.name}: {remark}", show=show_progress)
     cache_dir = expanded(data.cache_dir or DEFAULT_CACHE_DIR)
-    folder = _find_folder(cache_dir / "tokens", data, model, source, show_progress)
+    folder = cache_dir / "tokens" / _cache_key(data, model, source)
 
     def build(unfinished: Path) -> None:
         _build(unfinished, data, model, source, show_progress)
@@ -94,12 +86,12 @@ def prepare_corpus(data: DataConfig, model: ModelConfig, *, show_progress: bool)
             f"sample of megastable.model.seq_length + 1 = {model.seq_length + 1:,}; add text or shorten the samples"
         )
 
-    def dataset_of(tokens: TokenArray, file: str) -> TokenDataset:
-        return TokenDataset(tokens, model.seq_length, meta.eod_id, meta.vocab_size, str(folder / file))
+    def dataset_of(file: MappedTokens) -> TokenDataset:
+        return TokenDataset(file.tokens, model.seq_length, meta.eod_id, meta.vocab_size, str(file.path), file.checksums)
 
     return Corpus(
-        train=dataset_of(train, TRAIN_FILE),
-        validation=dataset_of(validation, VALIDATION_FILE),
+        train=dataset_of(train),
+        validation=dataset_of(validation),
         vocab_size=meta.vocab_size,
         eod_id=meta.eod_id,
         unigram_entropy_nats=meta.unigram_entropy_nats,
@@ -132,31 +124,10 @@ def check_serves_run(corpus: Corpus, data: DataConfig, largest_batch: int, eval_
         )
 
 
-def _find_folder(
-    tokens: Path, data: DataConfig, model: ModelConfig, source: DocumentSource, show_progress: bool
-) -> Path:
-    """Return the folder below ``tokens`` that has the corpus or is to have it.
-
-    Earlier versions read a carriage return as a line feed. A store of theirs is used where the text has none; where it
-    has, its tokens are not those of the text, and another folder gets them.
-    """
-    folder = tokens / _cache_key(data, model, source)
-    if not (SOURCES[data.source.type].once_lost_carriage_returns and folder.is_dir()) or keeps_carriage_returns(folder):
-        return folder
-    with_returns = tokens / _cache_key(data, model, source, carriage_returns="kept")
-    if with_returns.is_dir():
-        return with_returns
-    note(f"Looking through {source.name} for carriage returns, once ...", show=show_progress)
-    if any("\r" in source[index] for index in range(len(source))):
-        return with_returns
-    note_that_text_has_no_carriage_return(folder)
-    return folder
-
-
-def _cache_key(data: DataConfig, model: ModelConfig, source: DocumentSource, **more: str) -> str:
+def _cache_key(data: DataConfig, model: ModelConfig, source: DocumentSource) -> str:
     """Hash everything that decides the tokens; the length of samples does not, they are cut when read.
 
-    The key of a corpus may not change between versions: users have corpora under it that took hours to tokenise.
+    The key of a corpus may change with the format of a store alone: users have corpora that took hours to tokenise.
     """
     parts = {
         "format_version": FORMAT_VERSION,
@@ -164,7 +135,6 @@ def _cache_key(data: DataConfig, model: ModelConfig, source: DocumentSource, **m
         "documents": source.fingerprint(),
         "tokenizer": tokenizer_identity(data.tokenizer, model),
         "validation_fraction": data.validation_fraction,
-        **more,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:CACHE_KEY_DIGITS]
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from megastable.core.errors import DamagedDataError
 from megastable.core.labels import IGNORED_LABEL
-
-TokenArray = np.ndarray[tuple[int], np.dtype[np.unsignedinteger[Any]]]
+from megastable.data.block_checksums import BlockChecksums, TokenArray, describe_damage
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,8 @@ class TokenDataset:
     """Of the tokenizer; ids are in ``[0, vocab_size)``."""
     name: str
     """What a message calls these tokens: the path of their file."""
+    checksums: BlockChecksums | None = field(default=None, repr=False)
+    """Of the tokens' file; None where there is no file."""
 
     def __len__(self) -> int:
         """Count the samples; 0 where there are fewer than two tokens."""
@@ -39,15 +40,19 @@ class TokenDataset:
         """Read the input ids and labels of one sample, each of shape [seq_length].
 
         Raises:
-            DamagedDataError: an id is outside the vocabulary.
+            DamagedDataError: the tokens are not those that were written, or an id is outside the vocabulary.
         """
         valid = self.valid_tokens(index)
         start = index * self.seq_length
-        window = self.tokens[start : start + valid + 1].astype(np.int64)  # (valid + 1,)
+        stop = start + valid + 1
+        damaged = self.checksums.first_damaged(start, stop) if self.checksums is not None else None
+        if damaged is not None:
+            self._refuse(damaged)
+        window = self.tokens[start:stop].astype(np.int64)  # (valid + 1,)
         # Compared here, on the host, where it costs microseconds. The model would not notice: an id past the
         # vocabulary but inside of its padding has a row of the embedding, and one past both reads as zeros.
         if window.max() >= self.vocab_size:
-            self._refuse(window, start)
+            self._refuse(slice(start, stop))
         input_ids, labels = self.padding_sample()
         # With the padded inputs after it, the last token may stay as an input: causal attention hides it from
         # every label that counts, and its own label is ignored.
@@ -56,12 +61,11 @@ class TokenDataset:
         labels[:valid] = window[1:]
         return input_ids, labels
 
-    def _refuse(self, window: npt.NDArray[np.int64], start: int) -> None:
-        """Name the first id of ``window`` (tokens from ``start`` on) that is outside the vocabulary."""
-        first = int(np.argmax(window >= self.vocab_size))
+    def _refuse(self, damaged: slice) -> NoReturn:
+        damage = describe_damage(self.tokens[damaged], damaged.start, self.vocab_size)
         raise DamagedDataError(
-            f"the tokenised corpus is damaged: {self.name} has the id {window[first]} at token {start + first:,}, "
-            f"outside its vocabulary of {self.vocab_size:,}; delete the folder, and the next start builds it again"
+            f"the tokenised corpus is damaged: {self.name} has {damage}; delete the folder, and the next start builds "
+            "it again"
         )
 
     def valid_tokens(self, index: int) -> int:

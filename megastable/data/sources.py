@@ -62,13 +62,11 @@ class SourceKind:
     """Opens the source that a section of the run file describes; a UserError says why it cannot be opened."""
     may_download: bool = False
     """Whether opening may fetch documents over the network, which a check of the run file must not do."""
-    once_lost_carriage_returns: bool = False
-    """Whether earlier versions read a carriage return as a line feed, so that a corpus in the cache may lack them."""
 
 
 SOURCES: dict[str, SourceKind] = {
-    "stdlib": SourceKind(open_stdlib, once_lost_carriage_returns=True),
-    "text": SourceKind(open_text, once_lost_carriage_returns=True),
+    "stdlib": SourceKind(open_stdlib),
+    "text": SourceKind(open_text),
     "hf": SourceKind(HfRows, may_download=True),
 }
 """Kinds of sources, by the ``type`` of their section of the run file."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megastable.data.block_checksums import ChecksumWriter
 from megastable.data.progress import note, track
 from megastable.data.token_store import (
     META_FILE,
@@ -22,6 +23,7 @@ from megastable.data.token_store import (
     TRAIN_FILE,
     VALIDATION_FILE,
     TokenStoreMeta,
+    checksums_path,
     store_fingerprint,
     unigram_entropy_nats,
 )
@@ -71,7 +73,7 @@ def describe_progress(folder: Path) -> str:
 
 
 class _TokenFile:
-    """Appends tokens to a file, counts them by id and hashes them."""
+    """Appends tokens to a file, counts them by id, hashes them and takes the checksums of their blocks."""
 
     def __init__(self, path: Path, dtype: npt.DTypeLike, vocab_size: int, kept_bytes: int) -> None:
         """Open the file and drop all but its first ``kept_bytes``."""
@@ -80,6 +82,7 @@ class _TokenFile:
         self._dtype = dtype
         self.counts = np.zeros(vocab_size, dtype=np.int64)
         self.digest = hashlib.sha256()
+        self.checksums = ChecksumWriter()
         for start in range(0, kept_bytes, _READ_BYTES):
             stored = self._file.read(min(_READ_BYTES, kept_bytes - start))
             self._count(stored, np.frombuffer(stored, dtype))
@@ -94,6 +97,7 @@ class _TokenFile:
 
     def _count(self, stored: bytes, ids: npt.NDArray[Any]) -> None:
         self.digest.update(stored)
+        self.checksums.append(stored)
         self.counts += np.bincount(ids, minlength=len(self.counts))
 
     def sync(self) -> int:
@@ -147,8 +151,9 @@ def write_token_store(
             eod_id=tokenizer.eod_id,
             unigram_entropy_nats=unigram_entropy_nats(train.counts),
             fingerprint=store_fingerprint(train.digest.digest(), validation.digest.digest()),
-            keeps_carriage_returns=True,
         )
+        train.checksums.write(checksums_path(folder / TRAIN_FILE))
+        validation.checksums.write(checksums_path(folder / VALIDATION_FILE))
     (folder / META_FILE).write_text(json.dumps(asdict(meta), indent=2) + "\n", encoding="utf-8")
     (folder / PROGRESS_FILE).unlink()
 

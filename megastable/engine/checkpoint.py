@@ -1,87 +1,212 @@
-"""Writes and reads checkpoints of the pipeline engine, so that a broken write never looks like a checkpoint."""
+"""What a rank writes into a checkpoint and reads from one: its pieces of named, whole tensors, in any layout.
+
+A checkpoint says what the model is and not how it was cut. Every element of the masters and moments is written once,
+by the rank that counts it; every rank reads what its own pieces have in common with those that were written.
+"""
 
 from __future__ import annotations
 
-import shutil
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch.distributed
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from megastable.core.checkpoint_folder import (
-    PARTIAL_SUFFIX,
-    Manifest,
-    file_sizes,
-    flush_to_disk,
-    folder_name,
-    publish,
-    read_manifest,
-)
+from megastable.checkpoints.manifest import FileRecord, LayoutRecord, Manifest, PieceRecord, StateRecord, TensorRecord
+from megastable.checkpoints.verify import faults_of_file
+from megastable.core.errors import UserError
+from megastable.core.layout import ParallelLayout
+from megastable.core.pieces import Piece, Shard, overlaps
 from megastable.core.records import TrainingState
-from megastable.engine.random_state import load_random_state, save_random_state
-from megastable.engine.training_engine import TrainingEngine
+from megastable.engine.flat_partitions import FlatPartition, HeldParameter
+from megastable.engine.model_state import KINDS, ModelState, Snapshot
+from megastable.engine.random_state import seed_rank, set_random_state
+from megastable.engine.tensor_file import write_tensors
+from megastable.model.pieces import copy_overlap
 
 RECORDED_PACKAGES = ("megastable", "torch", "deepspeed")
+RANDOM = "random"
 
 
-def save_checkpoint(
-    engine: TrainingEngine,
-    checkpoints: Path,
-    state: TrainingState,
-    run: dict[str, Any],
-    corpus_fingerprint: str,
-    monitors: dict[str, Any] | None = None,
-) -> Path:
-    """Write weights, optimizer, loss scaler, random states and ``state`` below ``checkpoints``; collective.
+@dataclass(frozen=True)
+class RunRecord:
+    """What a checkpoint holds beside the tensors."""
 
-    The files go to a ``.partial`` folder; once all ranks are done rank 0 writes the manifest and renames it.
-
-    Args:
-        run: the run file as a dictionary, kept in the manifest as are the next two.
-        corpus_fingerprint: identifies the tokenised data.
-        monitors: the state of the monitors.
-
-    Returns:
-        The published folder.
-    """
-    rank = torch.distributed.get_rank()
-    world_size = torch.distributed.get_world_size()
-    final = checkpoints / folder_name(state.step)
-    partial = final.with_name(final.name + PARTIAL_SUFFIX)
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed here
-        partial.mkdir(parents=True)
-    torch.distributed.barrier()
-    # DeepSpeed's own marker, a file named latest, would be written before all ranks are done, and name this folder.
-    engine.deepspeed.save_checkpoint(str(checkpoints), tag=partial.name, save_latest=False)
-    save_random_state(partial, rank)
-    torch.distributed.barrier()
-    if torch.distributed.get_node_local_rank() == 0:
-        flush_to_disk(*partial.rglob("*"))  # what this node has written
-    torch.distributed.barrier()
-    if rank == 0:
-        versions = {package: version(package) for package in RECORDED_PACKAGES}
-        manifest = Manifest(
-            state.to_dict(), run, corpus_fingerprint, world_size, versions, file_sizes(partial), monitors or {}
-        )
-        manifest.write(partial)
-        publish(partial, final)
-    torch.distributed.barrier()
-    return final
+    state: TrainingState
+    run: dict[str, Any]
+    """The run file as a dictionary."""
+    corpus_fingerprint: str
+    """Identifies the tokenised data."""
+    monitors: dict[str, Any]
+    loss: float | None
+    eval_loss: float | None
 
 
-def load_checkpoint(engine: TrainingEngine, folder: Path) -> TrainingState:
-    """Read a checkpoint of the same layout into ``engine``; collective. The run file's own settings stay in force.
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank wrote, for the manifest."""
+
+    file_name: str
+    file: FileRecord
+    tensors: dict[str, tuple[tuple[int, ...], PieceRecord]]
+    """Name to the shape of the whole tensor and the piece of it in the file."""
+
+
+def file_name(rank: int) -> str:
+    """Return the name of the file that ``rank`` writes."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def num_state_bytes(partitions: list[FlatPartition]) -> int:
+    """Return the bytes of the tensors that this rank writes, random generators aside."""
+    elements = sum(held.piece.num_elements for partition in partitions for held in _written(partition))
+    return len(KINDS) * torch.float32.itemsize * elements
+
+
+def write_pieces(folder: Path, rank: int, partitions: list[FlatPartition], snapshot: Snapshot) -> RankRecord:
+    """Write what ``snapshot`` holds of this rank's pieces, and its random state, into one file.
 
     Raises:
-        UserError: the checkpoint is not complete.
+        OSError: the file cannot be written.
     """
-    manifest = read_manifest(folder)
-    # No LR scheduler is handed to DeepSpeed: the learning rate is a function of ``state``.
-    path, _ = engine.deepspeed.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=False)
-    if path is None:
-        raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}")
-    engine.configured_optimizer.put_back()
-    load_random_state(folder, torch.distributed.get_rank())
-    return TrainingState.from_dict(manifest.state)
+    name = file_name(rank)
+    tensors: dict[str, Tensor] = {}
+    pieces: dict[str, tuple[tuple[int, ...], PieceRecord]] = {}
+    for partition, flats in zip(partitions, snapshot.flats, strict=True):
+        for held in _written(partition):
+            for kind in KINDS:
+                tensors[_key(kind, held.name)] = flats[kind][slice(*held.piece_span)]
+            pieces[held.name] = (held.shard.full_shape, _piece_record(name, held.piece))
+    tensors |= {_key(RANDOM, generator): state for generator, state in snapshot.random.items()}
+    return RankRecord(name, write_tensors(folder / name, tensors), pieces)
+
+
+def _written(partition: FlatPartition) -> list[HeldParameter]:
+    # A piece that is all padding is nothing.
+    return [held for held in partition.held if held.is_counted and held.piece.num_elements > 0]
+
+
+def _key(kind: str, name: str) -> str:
+    return f"{kind}/{name}"
+
+
+def _piece_record(name: str, piece: Piece) -> PieceRecord:
+    return PieceRecord(file=name, dim=piece.shard.dim, ranges=piece.shard.ranges, start=piece.start, stop=piece.stop)
+
+
+def make_manifest(record: RunRecord, layout: ParallelLayout, snapshot: Snapshot, ranks: list[RankRecord]) -> Manifest:
+    """Describe the checkpoint that all ranks together have written.
+
+    Args:
+        snapshot: that of any rank; its counts are the same on every one.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    pieces: dict[str, list[PieceRecord]] = {}
+    for rank in ranks:
+        for name, (shape, piece) in rank.tensors.items():
+            shapes[name] = shape
+            pieces.setdefault(name, []).append(piece)
+    return Manifest(
+        state=StateRecord.of(record.state),
+        layout=LayoutRecord(
+            num_stages=layout.num_stages,
+            data_parallel_size=layout.data_parallel_size,
+            tensor_parallel_size=layout.tensor_parallel_size,
+        ),
+        run=record.run,
+        corpus_fingerprint=record.corpus_fingerprint,
+        versions={package: version(package) for package in RECORDED_PACKAGES},
+        monitors=record.monitors,
+        loss_scaler=snapshot.loss_scaler,
+        optimizer_steps=snapshot.optimizer_steps,
+        loss=record.loss,
+        eval_loss=record.eval_loss,
+        files={rank.file_name: rank.file for rank in ranks},
+        tensors={name: TensorRecord(shape=shapes[name], pieces=tuple(pieces[name])) for name in pieces},
+    )
+
+
+def shared_faults(folder: Path, manifest: Manifest) -> list[str]:
+    """Compare the files of a checkpoint with their checksums, each on one rank, and list what is wrong; collective."""
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    own = [
+        faults_of_file(folder, name, record)
+        for number, (name, record) in enumerate(sorted(manifest.files.items()))
+        if number % world_size == rank
+    ]
+    everywhere: list[list[str | None]] = [[]] * world_size
+    dist.all_gather_object(everywhere, own)
+    return [fault for faults in everywhere for fault in faults if fault is not None]
+
+
+def load_checkpoint(
+    folder: Path, manifest: Manifest, state: ModelState, layout: ParallelLayout, seed: int
+) -> TrainingState:
+    """Read a checkpoint of any layout into this rank's state; collective. The run file's own settings stay in force.
+
+    Args:
+        seed: of the run, for the random generators of a layout whose streams the checkpoint does not have.
+
+    Raises:
+        UserError: the checkpoint is of another model, or a file of it cannot be read.
+    """
+    for partition, flats in zip(state.partitions, state.flats(), strict=True):
+        for flat in flats.values():
+            flat.zero_()  # what pads a vocabulary or a share stands in no checkpoint
+        for held in partition.held:
+            _read_parameter(folder, manifest, held, flats)
+    state.set_counts(manifest.optimizer_steps, manifest.loss_scaler)
+    state.weights_follow_masters()
+    reached = manifest.state.to_training_state()
+    _restore_random(folder, manifest, layout, partial(seed_rank, seed, step=reached.step))
+    return reached
+
+
+def _read_parameter(folder: Path, manifest: Manifest, held: HeldParameter, flats: dict[str, Tensor]) -> None:
+    """Fill this rank's piece of one parameter, in all kinds."""
+    record = manifest.tensors.get(held.name)
+    shape = held.shard.full_shape
+    if record is None or record.shape != shape:
+        found = "is not in it" if record is None else f"has the shape {list(record.shape)} there"
+        raise UserError(f"{folder} is of another model: {held.name}, here of shape {list(shape)}, {found}")
+    copied = 0
+    for written in record.pieces:
+        source = Piece(Shard(shape, written.dim, written.ranges), written.start, written.stop)
+        if next(overlaps(source, held.piece), None) is None:
+            continue
+        # Opened for one parameter at a time: what was mapped into memory of it is then given back.
+        with _opened(folder / written.file) as file:
+            for kind in KINDS:
+                target = flats[kind][slice(*held.piece_span)]
+                last = copy_overlap(file.get_tensor(_key(kind, held.name)), source, target, held.piece)
+        copied += last
+    # The manifest's pieces make the whole: ``TensorRecord`` has checked that.
+    assert copied == held.piece.num_elements, f"{held.name}: {copied} of {held.piece.num_elements} elements"
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(str(path), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def _restore_random(folder: Path, manifest: Manifest, layout: ParallelLayout, reseed: Any) -> None:
+    rank = dist.get_rank()
+    written = manifest.layout
+    then = ParallelLayout(written.num_stages, written.data_parallel_size, written.tensor_parallel_size)
+    if then == layout:
+        with _opened(folder / file_name(rank)) as file:
+            prefix = _key(RANDOM, "")
+            names = [key for key in file.keys() if key.startswith(prefix)]  # noqa: SIM118 - it is no dictionary
+            set_random_state({name.removeprefix(prefix): file.get_tensor(name) for name in names})
+        return
+    # The streams belong to stages and replicas that are not there any more.
+    stage, replica, tensor = layout.coordinates(rank)
+    reseed(stage=stage, replica=replica, tensor=tensor)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megastable.core.layout import ParallelLayout
-from megastable.engine.flat_partitions import FlatPartition, span_of
+from megastable.engine.flat_partitions import FlatPartition
 from megastable.engine.pipeline_module import GptPipeline
 from megastable.engine.tensor_group import is_split
 
@@ -47,7 +47,7 @@ class ConsistencyCheck:
         return list(dict.fromkeys(line for lines in everywhere for line in lines))
 
     def _differing_copies(self) -> Iterator[str]:
-        names = self._names()
+        names = self._module.parameter_names()
         parameters = {name: parameter for parameter, name in names.items()}
         whole = {name: parameter for name, parameter in parameters.items() if not is_split(parameter)}
         yield from self._compare(parameters, self._grid.get_data_parallel_group(), "replicas")
@@ -82,26 +82,12 @@ class ConsistencyCheck:
 
     def _differing_masters(self) -> Iterator[str]:
         """Yield a line for every 16-bit weight on this rank that is not its fp32 master, rounded."""
-        names = self._names()
         rank = self._layout.describe(dist.get_rank())
         for partition in self._partitions:
-            for parameter in partition.held:
-                start, stop = span_of(parameter)
-                rounded = partition.master.detach()[start:stop].to(parameter.dtype)
-                # The share may hold a part of the parameter only; this says which.
-                low = parameter._hp_mapping.lp_fragment_address
-                if not torch.equal(parameter.detach().view(-1).narrow(0, low.start, low.numel), rounded):
-                    yield f"{names[parameter]} on {rank} is not its fp32 master rounded"
-
-    def _names(self) -> dict[nn.Parameter, str]:
-        """Map this rank's parameters to their names under that of their layer, which the metrics use, too."""
-        return {p: self._readable(name) for name, p in self._module.named_parameters()}
-
-    def _readable(self, name: str) -> str:
-        first, rest = name.split(".", 1)
-        if first == "tied_modules":  # the name goes on with the key of the tied layers
-            return rest
-        return f"{self._module.layer_names[int(first)]}.{rest}"
+            for held in partition.held:
+                rounded = partition.master.detach()[slice(*held.span)].to(held.parameter.dtype)
+                if not torch.equal(held.parameter.detach().view(-1)[slice(*held.local)], rounded):
+                    yield f"{held.name} on {rank} is not its fp32 master rounded"
 
 
 def _suspects(values: list[int]) -> set[int]:

@@ -8,6 +8,7 @@ Each departure also names the test that fails without it.
 
 from __future__ import annotations
 
+from megastable.core.scripts import run_script
 from megastable.engine.upstream import Departure, changes
 
 PIPE_ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
@@ -85,7 +86,6 @@ DEPARTURES: tuple[Departure, ...] = (
             f"{ZERO}.step": "5a522828a63e",
             f"{ZERO}._update_scale": "d459bdf88d3b",
             f"{ZERO}.update_lp_params": "ebbc09e8aef5",
-            f"{ZERO}._lazy_init_hp_params_optimizer_state": "99f3d15d8f25",
             f"{BF16}.step": "92ba2f4d1f4b",
             f"{BF16}.update_lp_params": "23541dc89791",
             f"{BF16}.clear_hp_grads": "79d74a9f41b9",
@@ -105,18 +105,6 @@ DEPARTURES: tuple[Departure, ...] = (
         cause="the loss scaler raises where it cannot lower the scale",
         upstream={"deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler.update_scale": "8d258f631325"},
         test="tests/runs/test_launch.py::test_a_run_that_no_loss_scale_can_save_stops_with_a_diagnosis",
-    ),
-    Departure(
-        name="optimizer: configured settings are put back after a load",
-        scope="optimizer",
-        symptom="a resumed run ignores the run file's clip norm, loss scaler, betas and weight decay",
-        cause="a load replaces them by those that were saved",
-        upstream={
-            f"{ZERO}._load_legacy_checkpoint": "eea41265aaab",
-            f"{ZERO}._load_global_state": "022e8dfb68b1",
-            f"{BF16}.load_state_dict": "ca3c50052876",
-        },
-        test="tests/engine/test_resume.py::test_a_load_leaves_the_configured_settings_in_force",
     ),
     Departure(
         name="training_engine: buffers are reset where the ramp changes the micro-batch size",
@@ -181,14 +169,6 @@ DEPARTURES: tuple[Departure, ...] = (
         cause="DeepSpeed's bucket has 500 million elements, and under a pipeline every reduction allocates it anew",
         upstream={f"{ZERO}.reduce_gradients": "188c3d25cec0"},
         test="tests/engine/test_training_engine.py::test_the_gradient_bucket_is_no_larger_than_the_model",
-    ),
-    Departure(
-        name="checkpoint: DeepSpeed's latest file is not written",
-        scope="engine",
-        symptom="a file names a partial checkpoint as the latest",
-        cause="DeepSpeed writes it before all ranks are done; megastable publishes a checkpoint by renaming its folder",
-        upstream={f"{ENGINE}.save_checkpoint": "8d086fd60fc4"},
-        test="tests/engine/test_resume.py::test_losses_are_bit_equal_after_a_resume",
     ),
     Departure(
         name="pipeline_module: layers draw their weights by their global index",
@@ -311,4 +291,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -28,14 +28,14 @@ from typing import Any, NoReturn
 import torch.distributed
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from megastable.core.errors import UserError
+from megastable.core.errors import EXIT_CODE_HANG, UserError
 from megastable.core.hangs import Answer, hang_report
 from megastable.core.launch import Launch
 from megastable.core.layout import ParallelLayout
-from megastable.engine.process_group import Peer, claim_end, print_to_stderr
+from megastable.engine.process_group import Peer
 from megastable.engine.progress import Progress
+from megastable.engine.stop_request import claim_end, write_soon
 
-EXIT_CODE_HANG = 4
 LONGEST_BEAT_SECONDS = 5.0
 FEWEST_BEATS = 24
 """Beats that the time limit has at least."""
@@ -187,7 +187,7 @@ class HangWatch:
             if self._is_set_within(REPORT, BEATS_TO_REPORT * self._beat_seconds):
                 speaker, report = self._store.get(REPORT).decode().split(" ", maxsplit=1)
                 if self._rank == int(speaker):
-                    print_to_stderr(report)
+                    write_soon(report)
                 time.sleep(REPORT_REACHES_ALL_WITHIN_SECONDS)
                 os._exit(EXIT_CODE_HANG)
         self._end_alone(reason)
@@ -244,7 +244,7 @@ class HangWatch:
 
     def _end_alone(self, reason: str) -> NoReturn:
         if self._speaks_alone:
-            print_to_stderr(hang_report(reason, [self._answer()], {}, self._names))
+            write_soon(hang_report(reason, [self._answer()], {}, self._names))
         os._exit(EXIT_CODE_HANG)
 
 

@@ -27,7 +27,7 @@ def check_hostfile() -> None:
         UserError: the hostfile that was asked for is not a file, and the run is on this machine alone.
     """
     try:
-        launcher = next((parent for parent in psutil.Process().parents() if _is_alone(parent.cmdline())), None)
+        launcher = next((parent for parent in psutil.Process().parents() if runs_here_alone(parent.cmdline())), None)
         command = None if launcher is None else launcher.parent()
         if launcher is None or command is None:
             return
@@ -68,7 +68,7 @@ def hostfile_asked_for(command: list[str], launcher: list[str]) -> str | None:
     return None
 
 
-def _is_alone(words: list[str]) -> bool:
+def runs_here_alone(words: list[str]) -> bool:
     """Tell whether a command line is of DeepSpeed's launcher of a node, in a run on this machine alone."""
     if NODE_LAUNCHER not in words:
         return False

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from megastable.config import RunConfig
 from megastable.core.clipping import clip_coefficient
-from megastable.engine.flat_partitions import FlatPartition, Span, span_of
+from megastable.core.pieces import Span
+from megastable.engine.flat_partitions import FlatPartition
+from megastable.engine.pipeline_module import GptPipeline
 from megastable.model.attention import QueryKeyScale
 from megastable.model.ends import LogitCap, OutputHead
 from megastable.model.initialise import drawn_modules, formula_std, measured_moments
@@ -128,7 +130,7 @@ class UpdateStatistics:
     one counts.
 
     Args:
-        module: DeepSpeed's pipeline, whose parameters are named by the index of their layer.
+        module: this rank's pipeline.
         optimizer: DeepSpeed's optimizer around torch's own.
 
     Attributes:
@@ -136,7 +138,7 @@ class UpdateStatistics:
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: Any, partitions: list[FlatPartition], num_layers: int, clip_norm: float
+        self, module: GptPipeline, optimizer: Any, partitions: list[FlatPartition], num_layers: int, clip_norm: float
     ) -> None:
         self.enabled = False
         self._optimizer = optimizer
@@ -186,20 +188,16 @@ def _squares(parts: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(parts)).double().square()
 
 
-def _with_layers(module: nn.Module, flat_partitions: list[FlatPartition]) -> list[_Partition]:
-    layer_of = {parameter: _layer_index(name) for name, parameter in module.named_parameters()}
+def _with_layers(module: GptPipeline, flat_partitions: list[FlatPartition]) -> list[_Partition]:
+    index_of = {name: index for index, name in enumerate(module.layer_names)}
     partitions = []
     for flat in flat_partitions:
-        counted = flat.counted_parameters
-        layers = torch.tensor([layer_of[p] for p in counted], device=flat.master.device, dtype=torch.int64)
-        partitions.append(_Partition(flat.master, [span_of(p) for p in counted], layers))
+        counted = [held for held in flat.held if held.is_counted]
+        # A tied weight has the name of the first layer that it is in, to which it is counted.
+        indices = [index_of[held.name.split(".")[0]] for held in counted]
+        layers = torch.tensor(indices, device=flat.master.device, dtype=torch.int64)
+        partitions.append(_Partition(flat.master, [held.span for held in counted], layers))
     return partitions
-
-
-def _layer_index(parameter_name: str) -> int:
-    """Return the index in the flat list of the layer that a parameter belongs to; tied ones belong to the first."""
-    first = parameter_name.split(".")[0]
-    return 0 if first == "tied_modules" else int(first)
 
 
 @dataclass(frozen=True)

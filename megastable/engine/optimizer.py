@@ -1,4 +1,4 @@
-"""The optimizer that ZeRO shards, and what is set on the optimizer that DeepSpeed wraps around it.
+"""The optimizer that ZeRO shards, and what is set on the one that DeepSpeed wraps around it.
 
 It is torch's own Adam in its fused form. DeepSpeed's FusedAdam is compiled at the first start, half a minute in a cache
 folder that launches share, while torch brings a fused kernel for CPU and GPU with it.
@@ -36,37 +36,3 @@ def skip_at_minimum_scale(optimizer: Any) -> None:
     """
     if getattr(optimizer, "loss_scaler", None) is not None:
         optimizer.loss_scaler.raise_error_at_min_scale = False
-
-
-class ConfiguredOptimizer:
-    """Remembers what the run file says of the optimizer, so that it can be put back after a load.
-
-    Loading a checkpoint replaces the clip norm, the loss scaler with all its settings, and the hyperparameters of the
-    parameter groups by those that were saved. Only the scaler's position (its scale and counters) belongs to the
-    checkpoint.
-    """
-
-    SCALER_POSITION = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._clip_grad = optimizer.clip_grad
-        self._scaler = getattr(optimizer, "loss_scaler", None)  # BF16_Optimizer has none
-        self._groups = [
-            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-        ]
-
-    def put_back(self) -> None:
-        """Restore the configured settings, keeping the loaded scaler's position where both scale dynamically."""
-        self._optimizer.clip_grad = self._clip_grad
-        for group, configured in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group.update(configured)
-        if self._scaler is None:
-            return
-        loaded = self._optimizer.loss_scaler
-        # A static scale on either side is a setting, not a position.
-        if self._scaler.dynamic and loaded.dynamic:
-            for name in self.SCALER_POSITION:
-                setattr(self._scaler, name, getattr(loaded, name))
-        self._optimizer.loss_scaler = self._scaler
-        self._optimizer.dynamic_loss_scale = self._scaler.dynamic

@@ -92,6 +92,16 @@ class GptPipeline(PipelineModule):
         self.layer_kinds = [layer.kind for layer in layers]
         self.first_layer = self.parts[self._grid.get_stage_id()]
 
+    def parameter_names(self) -> dict[nn.Parameter, str]:
+        """Map this rank's parameters to their names in the whole model, which begin with that of their layer."""
+        return {parameter: self._whole_name(name) for name, parameter in self.named_parameters()}
+
+    def _whole_name(self, name: str) -> str:
+        first, rest = name.split(".", 1)
+        if first == "tied_modules":  # the name goes on with the key of the tied layers, which is that of the first
+            return rest
+        return f"{self.layer_names[int(first)]}.{rest}"
+
     def _synchronize_tied_weights(self) -> None:
         # A broadcast into a parameter would otherwise become part of the graph of its first backward pass.
         with torch.no_grad():

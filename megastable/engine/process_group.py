@@ -6,14 +6,12 @@ import contextlib
 import os
 import signal
 import socket
-import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
+from functools import partial
 
 import deepspeed
 import psutil
@@ -21,20 +19,19 @@ import torch
 import torch.distributed
 from deepspeed.accelerator import get_accelerator
 
-from megastable.core.errors import DamagedDataError, RunStoppedError, UserError, shown
+from megastable.core.errors import EXIT_CODE_FAILURE, DamagedDataError, RunStoppedError, UserError
 from megastable.core.host import cpu_mask, threads_per_process
 from megastable.core.launch import Launch
 from megastable.core.layout import ParallelLayout
 from megastable.engine.host_memory import keep_freed_memory
+from megastable.engine.launcher_watch import has_ended
 from megastable.engine.rendezvous import CONNECT_TIMEOUT, listen_on_loopback, rendezvous
+from megastable.engine.stop_request import StopRequest, end_process
 
 COLLECTIVE_TIMEOUT = timedelta(days=1)
 """Longer than anything that a rank waits for in a healthy run: what hangs is the matter of ``hang_watch``, which knows
 whether another rank goes on meanwhile. A limit of the collectives would not, and would name no rank."""
-EXIT_CODE_FAILURE = 1
 PEER_DEATH_SHOWS_WITHIN_SECONDS = 1.0
-_ENDING = threading.Lock()
-"""Held by the thread that ends this process."""
 
 
 @dataclass(frozen=True)
@@ -150,53 +147,38 @@ def _introduce(launch: Launch) -> list[Peer]:
 
 
 @contextlib.contextmanager
-def reporting_failures(rank: int, layout: ParallelLayout, peers: list[Peer]) -> Iterator[None]:
-    """Turn an error, or a launcher's SIGTERM after a peer has died, into a message and an end of this process.
+def reporting_failures(rank: int, layout: ParallelLayout, peers: list[Peer], stop: StopRequest) -> Iterator[None]:
+    """Turn an error, or a launcher's signal after a peer has died, into a message and an end of this process.
 
     A user's mistake passes through: all ranks meet it together.
     """
-    _report_at_sigterm(rank, layout, peers)
+
+    def loss() -> str | None:
+        gone = _missing(peers)
+        return _loss(gone, rank, layout) if gone else None
+
+    others = [peer.process_id for peer in peers if peer.host == socket.gethostname() and peer.rank != rank]
+    stop.watch_peers(loss, partial(_kill, [psutil.Process(other) for other in others]))
     try:
         yield
+        _leave_together(stop)
     except RunStoppedError:
-        _leave_together()
+        _leave_together(stop)
         raise
     except UserError:
         # Rank 0 says it for all. The launcher ends the others for that, which is no loss that they should report.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        stop.leave(signal.SIG_DFL)
         raise
     except Exception as error:
-        _end(_failure(error, rank, layout, peers))
+        end_process(_failure(error, rank, layout, peers), EXIT_CODE_FAILURE)
 
 
-def _leave_together() -> None:
-    """Let no rank of a run that stops itself report that another has left before it; collective."""
-    # A launcher ends all ranks once the first has left, although they are leaving already.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # No rank goes on before every rank ignores the signal.
+def _leave_together(stop: StopRequest) -> None:
+    """Let no rank of a run that has come to its end report that another has left before it; collective."""
+    # A launcher may end all ranks once the first has left, although they are leaving already.
+    stop.leave(signal.SIG_IGN)
+    # No rank goes on before every rank ignores signals.
     torch.distributed.barrier()
-
-
-def _report_at_sigterm(rank: int, layout: ParallelLayout, peers: list[Peer]) -> None:
-    """Name a peer that has died when a launcher ends this rank for it, perhaps before any collective has failed here.
-
-    A thread waits for the signal, since the main thread may hang in a collective, where Python handlers do not run.
-    """
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-
-    def wait_for_signal() -> None:
-        while os.read(read_end, 1)[0] != signal.SIGTERM:
-            pass
-        gone = _missing(peers)
-        if gone:
-            _end(_loss(gone, rank, layout))
-        _end(f"[megastable] {layout.describe(rank)} was told to stop")
-
-    # Python writes the number of a signal into the pipe only where it has a handler for it.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    threading.Thread(target=wait_for_signal, daemon=True).start()
 
 
 def _failure(error: Exception, rank: int, layout: ParallelLayout, peers: list[Peer]) -> str:
@@ -223,36 +205,20 @@ def _loss(gone: list[Peer], rank: int, layout: ParallelLayout) -> str:
     return f"[megastable] {names} is gone; {layout.describe(rank)} stops"
 
 
+def _kill(processes: list[psutil.Process]) -> None:
+    """Kill those that still run: a stopped process cannot end itself."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
 def _missing(peers: list[Peer]) -> list[Peer]:
     """List the processes of this machine that have ended; those of other machines cannot be seen from here."""
-    return [peer for peer in peers if peer.host == socket.gethostname() and not _is_running(peer.process_id)]
+    return [peer for peer in peers if peer.host == socket.gethostname() and _is_gone(peer.process_id)]
 
 
-def _is_running(process_id: int) -> bool:
+def _is_gone(process_id: int) -> bool:
     try:
-        # A process that nobody has waited for yet is still listed.
-        return psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
+        return has_ended(psutil.Process(process_id))
     except psutil.NoSuchProcess:
-        return False
-
-
-def _end(message: str) -> NoReturn:
-    claim_end()
-    print_to_stderr(message)
-    # An ordinary exit would wait for communication threads whose peers do not answer any more.
-    os._exit(EXIT_CODE_FAILURE)
-
-
-def claim_end() -> None:
-    """Make this thread the one that ends the process; another one waits in here until that has happened.
-
-    What fails meanwhile is the echo of an end elsewhere, and would be reported as a failure of its own.
-    """
-    _ENDING.acquire()
-
-
-def print_to_stderr(message: str) -> None:
-    """Print a message after all that was printed before, with nothing in it that a terminal would obey."""
-    sys.stdout.flush()
-    sys.stderr.write(shown(message, keep="\n") + "\n")
-    sys.stderr.flush()
+        return True

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import socket
 import tempfile
 import time
@@ -16,7 +17,7 @@ import psutil
 import torch.distributed
 from torch._C._distributed_c10d import Store, TCPStore
 
-from megastable.core.errors import UserError
+from megastable.core.errors import UserError, first_line
 from megastable.core.launch import LOOPBACK, Launch, port_fault
 from megastable.core.launch_variables import sets_rank
 
@@ -25,12 +26,41 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 POLL_SECONDS = 0.05
 
 
+class AbsentError(Exception):
+    """Not all processes of a launch have come in time; the text says how many, or which."""
+
+
 def rendezvous(launch: Launch) -> Store:
     """Return the store through which the processes find each other.
 
     Raises:
-        UserError: another program has taken the port.
+        UserError: another program has taken the port, or not all processes have come within ``CONNECT_TIMEOUT``.
     """
+    try:
+        return _meet(launch)
+    except (torch.distributed.DistStoreError, torch.distributed.DistNetworkError, AbsentError) as error:
+        raise UserError(_absence(launch, error)) from error
+
+
+def _absence(launch: Launch, error: Exception) -> str:
+    """Describe who has not come, and what to look at."""
+    joined = re.search(r"(\d+)/\d+ clients joined", str(error))
+    where = f"{launch.master_addr}, port {launch.master_port}"
+    if isinstance(error, AbsentError):
+        what = str(error)
+    elif joined is not None:
+        what = f"{joined[1]} of {launch.world_size} processes have come to {where}"
+    else:
+        # torch names the fault of the network, such as a host without an address.
+        what = f"rank {launch.rank} has not reached rank 0 at {where} ({first_line(error)})"
+    return (
+        f"{what}; after {CONNECT_TIMEOUT} the launch is given up. Look whether every node has started its processes "
+        "(the output of those that ended says why), with the same MASTER_ADDR and MASTER_PORT, and whether each node "
+        "can reach that host and port (its name, firewalls)"
+    )
+
+
+def _meet(launch: Launch) -> Store:
     if launch.store_is_hosted:
         return TCPStore(launch.master_addr, launch.master_port, launch.world_size, timeout=CONNECT_TIMEOUT)
     if launch.chooses_port:
@@ -91,7 +121,7 @@ def _agree_on_port(launch: Launch) -> TCPStore:
     # A launch that was ended may have left its file under the same launcher, such as a shell.
     while not _is_held(port_file):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"rank 0 did not publish its port in {port_file}")
+            raise AbsentError(f"rank {launch.rank} has not found rank 0, whose port would stand in {port_file}")
         time.sleep(POLL_SECONDS)
     store = TCPStore(LOOPBACK, int(port_file.read_text()), launch.world_size, timeout=CONNECT_TIMEOUT)
     store.set(f"connected/{launch.rank}", "1")
@@ -124,11 +154,22 @@ def _publish_port(launch: Launch, port_file: Path) -> TCPStore:
             file.flush()
             # Renamed into place, so that nobody reads half a number.
             os.replace(written, port_file)
-            store.wait([f"connected/{rank}" for rank in range(1, launch.world_size)])
+            _wait_for_all(store, launch)
     finally:
         for path in (written, port_file):
             path.unlink(missing_ok=True)
     return store
+
+
+def _wait_for_all(store: TCPStore, launch: Launch) -> None:
+    """Return when all other processes are connected."""
+    others = [f"connected/{rank}" for rank in range(1, launch.world_size)]
+    try:
+        store.wait(others)
+    except torch.distributed.DistStoreError as error:
+        num_come = 1 + sum(store.check([name]) for name in others)
+        where = f"{LOOPBACK}, port {store.port}"
+        raise AbsentError(f"{num_come} of {launch.world_size} processes have come to {where}") from error
 
 
 def _remove_abandoned_files(folder: Path) -> None:

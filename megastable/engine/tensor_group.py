@@ -81,7 +81,7 @@ def mark_split_parameters(module: nn.Module) -> None:
     """
     for child in module.modules():
         if isinstance(child, SplitLayer):
-            for parameter in child.split_parameters():
+            for parameter in child.parameter_shards():
                 parameter.model_parallel = True  # type: ignore[attr-defined]  # DeepSpeed's own mark
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import deepspeed
@@ -29,7 +29,8 @@ from megastable.engine.instructions import (
 )
 from megastable.engine.layer_statistics import WeightKind, weight_kinds
 from megastable.engine.layer_watch import LayerWatch
-from megastable.engine.optimizer import ConfiguredOptimizer, build_optimizer, skip_at_minimum_scale
+from megastable.engine.model_state import ModelState, Snapshot
+from megastable.engine.optimizer import build_optimizer, skip_at_minimum_scale
 from megastable.engine.pipeline_module import GptPipeline, compile_blocks, mark_compilation, uncompiled
 from megastable.engine.progress import Progress
 from megastable.engine.random_state import seed_rank
@@ -68,11 +69,16 @@ class BatchRampupHook:
 class TrainingEngine:
     """The engine of one rank; its methods are collective, every rank of the run calls them together.
 
+    Args:
+        first_sample: samples consumed before the first step.
+        asked_to_stop: tells whether this rank has been asked to stop, which a step tells all ranks.
+
     Attributes:
         deepspeed: DeepSpeed's own engine.
-        configured_optimizer: the optimizer's settings of the run file, to be put back after a load.
+        model_state: what training changes of the model on this rank.
         rampup_hook: sets the batch of a step.
         writers: DeepSpeed's TensorBoard, W&B, Comet and CSV writers, which write only what they are called with.
+        layout: the stages, replicas and tensor ranks of the run.
         stage: the pipeline stage of this rank.
         replica: its index among the data-parallel ranks.
         progress: marked at every instruction.
@@ -84,15 +90,19 @@ class TrainingEngine:
         layout: ParallelLayout,
         ramp: BatchRampup,
         run_dir: Path,
+        first_sample: int = 0,
+        asked_to_stop: Callable[[], bool] = lambda: False,
         progress: Progress | None = None,
     ) -> None:
         self._run = run
+        self.layout = layout
         self.progress = progress or Progress()
         module = GptPipeline(run, layout)
         engine, optimizer, _, _ = deepspeed.initialize(
             model=module,
             optimizer=build_optimizer(module, run),
-            config=deepspeed_config(run, ramp.at(0), run_dir, _bucket_size(module, run, layout)),
+            # The batch of sample 0 may be one that this layout does not divide, where a run goes on after it.
+            config=deepspeed_config(run, ramp.at(first_sample), run_dir, _bucket_size(module, run, layout)),
             dist_init_required=False,
         )
         self.deepspeed = engine
@@ -101,14 +111,19 @@ class TrainingEngine:
         tensor_rank: int = engine.grid.get_tensor_model_parallel_rank()
 
         # What a step executes.
-        partitions = flat_partitions(optimizer, tensor_rank)
+        partitions = flat_partitions(optimizer, module, tensor_rank)
         tensor = run.megastable.tensor_parallel
         partial = partial_parameters(module, tensor.size, tensor.sequence_parallel)
         busy = BusyTime()
         install_instructions(engine, marking_progress(instruction_table(partial, busy), self.progress))
-        WeightUpdate(
-            optimizer, partitions, reduced=has_several_replicas(engine), loss=lambda: engine.total_loss
-        ).replace_step()
+        self._update = WeightUpdate(
+            optimizer,
+            partitions,
+            reduced=has_several_replicas(engine),
+            loss=lambda: engine.total_loss,
+            asked_to_stop=asked_to_stop,
+        )
+        self._update.replace_step()
         skip_at_minimum_scale(optimizer)
         if run.megastable.model.compile:
             compile_blocks(module, run)
@@ -123,7 +138,8 @@ class TrainingEngine:
         engine.monitor = SilentMonitor()
 
         # What changes during a run.
-        self.configured_optimizer = ConfiguredOptimizer(optimizer)
+        self.model_state = ModelState(optimizer, partitions)
+        self.model_state.make_moments()
         self.rampup_hook = BatchRampupHook(engine, ramp)
         seed_rank(run.megastable.training.seed, self.stage, self.replica, tensor_rank)
 
@@ -164,7 +180,23 @@ class TrainingEngine:
             skipped=not engine.was_step_applied(),
             step_seconds=step_seconds,
             watched=self._watch.finish(step_seconds) if watch else None,
+            asked_to_stop=self._update.asked_to_stop,
         )
+
+    def snapshot(self, reused: Snapshot | None = None) -> Snapshot:
+        """Copy all that training changes to host memory, between two steps.
+
+        Args:
+            reused: a snapshot that is not needed any more, whose memory is used again.
+        """
+        return self.model_state.snapshot(reused)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back, to the bit, to the step that ``snapshot`` was taken after; between two steps.
+
+        The counts of the loop, such as consumed samples, are not the engine's: they go back with the loop's own record.
+        """
+        self.model_state.restore(snapshot)
 
     def weight_kinds(self) -> list[WeightKind]:
         """Measure the std of every kind of weight as it is now, beside the formula that fresh ones are drawn by."""

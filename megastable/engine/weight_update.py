@@ -2,8 +2,8 @@
 
 DeepSpeed's own ``step`` searches for bad values, copies the gradients to fp64 for their norm, flattens them, widens
 them and scales them, in a pass each, and communicates seven times. Here the gradients are widened into place, one norm
-serves both clipping and the search for bad values, and there is one sum over all ranks. All that is kept between steps
-is still DeepSpeed's, so its checkpoints stay as they are.
+serves both clipping and the search for bad values, and there is one sum over all ranks. What is kept between steps
+stays where DeepSpeed has it.
 """
 
 from __future__ import annotations
@@ -112,6 +112,8 @@ class Totals:
     gradients_finite: bool
     """Whether every copy of every gradient is finite."""
     loss_finite: bool
+    asked_to_stop: bool
+    """Whether a rank had been asked to stop."""
 
 
 class WeightUpdate:
@@ -122,6 +124,10 @@ class WeightUpdate:
         partitions: where its master weights lie on this rank.
         reduced: whether gradients have been reduced over several replicas before a step.
         loss: returns the summed loss of this rank's micro-batches; None on all stages but the last.
+        asked_to_stop: tells whether this rank has been asked to stop.
+
+    Attributes:
+        asked_to_stop: whether any rank had been at the last step; the same on every rank.
     """
 
     def __init__(
@@ -130,9 +136,12 @@ class WeightUpdate:
         partitions: list[FlatPartition],
         reduced: bool,
         loss: Callable[[], Tensor | None],
+        asked_to_stop: Callable[[], bool],
     ) -> None:
         self._optimizer = optimizer
         self._loss = loss
+        self._asked_to_stop = asked_to_stop
+        self.asked_to_stop = False
         self._partitions = partitions
         self._gradients: Gradients = SeparateGradients(optimizer, reduced)
         if hasattr(optimizer, "fp32_groups_gradients_flat"):  # BF16_Optimizer
@@ -154,6 +163,7 @@ class WeightUpdate:
         scale = float(getattr(optimizer, "loss_scale", 1.0))  # BF16_Optimizer has none
         totals = self._totals(gradients)
         norm = math.sqrt(totals.squares) / scale if totals.gradients_finite else math.inf
+        self.asked_to_stop = totals.asked_to_stop
         is_sound = totals.gradients_finite and totals.loss_finite
         # The engine reads both after this call: the norm for its users, the other to count skipped steps.
         optimizer._global_grad_norm = norm
@@ -173,7 +183,8 @@ class WeightUpdate:
 
         Tied copies and whole parameters on tensor ranks are counted on one rank only, but a bad value may be in any
         copy. Their squares travel as a second number, of which only finiteness is of interest, as it is of the third,
-        the losses of the last stage.
+        the losses of the last stage. The fourth counts the ranks that have been asked to stop: a
+        collective of its own for that would cost every step as much as this one.
         """
         counted: list[Tensor] = []
         copies: list[Tensor] = []
@@ -185,12 +196,22 @@ class WeightUpdate:
         loss = self._loss()
         own_loss = zero if loss is None else loss.to(zero)
         sums = torch.stack(
-            [torch.stack([zero, *counted]).sum(), torch.stack([zero, *copies]).sum(), own_loss.sum()]
-        )  # (3,)
+            [
+                torch.stack([zero, *counted]).sum(),
+                torch.stack([zero, *copies]).sum(),
+                own_loss.sum(),
+                torch.full_like(zero, self._asked_to_stop()),
+            ]
+        )  # (4,)
         # inf and nan survive a sum, so every rank comes to the same decision.
         dist.all_reduce(sums)
-        squares, of_copies, of_losses = sums.tolist()
-        return Totals(squares, math.isfinite(squares) and math.isfinite(of_copies), math.isfinite(of_losses))
+        squares, of_copies, of_losses, num_asked = sums.tolist()
+        return Totals(
+            squares,
+            gradients_finite=math.isfinite(squares) and math.isfinite(of_copies),
+            loss_finite=math.isfinite(of_losses),
+            asked_to_stop=num_asked > 0,
+        )
 
     def _apply(self, gradients: list[Tensor], factor: float) -> None:
         """Update the masters with the gradients times ``factor``, then the 16-bit weights on all replicas."""
@@ -199,8 +220,6 @@ class WeightUpdate:
         self._optimizer.optimizer.step()
         for partition in self._partitions:
             partition.master.grad = None
-        # After the first step DeepSpeed links every parameter to its moments, which its checkpoints go by.
-        self._optimizer._lazy_init_hp_params_optimizer_state()
         self._optimizer.update_lp_params()
 
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megastable.config import ModelConfig
+from megastable.core.pieces import Shard, share_of
 from megastable.model.positions import AttentionBias, PositionEmbedding
 from megastable.model.residual_stream import make_norm
 from megastable.model.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
-    Shard,
     TensorGroup,
     gather_features,
 )
@@ -172,13 +172,14 @@ class SelfAttention(nn.Module):
 
 def fused_projection_shard(config: ModelConfig, tensor: TensorGroup) -> Shard:
     """Choose this rank's rows of the fused projection of queries, keys and values."""
-    rows_per_kv_head = config.num_attention_heads // config.kv_heads + 2  # in heads: its queries, key and value
-    rows = torch.arange(config.kv_heads * rows_per_kv_head * config.head_dim)
-    full_shape = (len(rows), config.hidden_size)
+    queries_per_kv_head = config.num_attention_heads // config.kv_heads
+    rows_per_kv_head = (queries_per_kv_head + 2) * config.head_dim  # its queries, its key and its value
+    full_shape = (config.kv_heads * rows_per_kv_head, config.hidden_size)
     if config.kv_heads >= tensor.size:
-        return Shard.even(full_shape, 0, tensor)
+        return Shard.even(full_shape, 0, tensor.size, tensor.rank)
     # A rank takes the query heads of its share, and of all keys and values as many rows as every other rank.
-    by_head = rows.view(config.kv_heads, rows_per_kv_head, config.head_dim)
-    queries = by_head[:, :-2].reshape(tensor.size, -1)[tensor.rank]
-    keys_and_values = by_head[:, -2:].reshape(tensor.size, -1)[tensor.rank]
-    return Shard(full_shape, 0, torch.cat([queries, keys_and_values]))
+    first_rows = range(0, full_shape[0], rows_per_kv_head)
+    query_rows = queries_per_kv_head * config.head_dim
+    queries = share_of([(row, row + query_rows) for row in first_rows], tensor.size, tensor.rank)
+    keys_and_values = [(row + query_rows, row + rows_per_kv_head) for row in first_rows]
+    return Shard(full_shape, 0, queries + share_of(keys_and_values, tensor.size, tensor.rank))

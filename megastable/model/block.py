@@ -10,10 +10,11 @@ from torch.nn import functional as F
 
 from megastable.config import ModelConfig
 from megastable.core.flops import ATTENTION, FEED_FORWARD
+from megastable.core.pieces import Shard, share_of
 from megastable.model.attention import SelfAttention
 from megastable.model.positions import PositionEmbedding
 from megastable.model.residual_stream import ResidualDropout, make_norm
-from megastable.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, Shard, TensorGroup
+from megastable.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorGroup
 
 
 class GeluFeedForward(nn.Module):
@@ -21,7 +22,7 @@ class GeluFeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig, tensor: TensorGroup) -> None:
         super().__init__()
-        shard = Shard.even((config.ffn_size, config.hidden_size), 0, tensor)
+        shard = Shard.even((config.ffn_size, config.hidden_size), 0, tensor.size, tensor.rank)
         self.input = ColumnParallelLinear(shard, tensor)
         self.output = RowParallelLinear(config.ffn_size, config.hidden_size, tensor)
 
@@ -40,8 +41,10 @@ class SwigluFeedForward(nn.Module):
     def __init__(self, config: ModelConfig, tensor: TensorGroup) -> None:
         super().__init__()
         # An even cut of the fused rows would give some ranks the gate and others the path: each takes a share of both.
-        rows = torch.arange(2 * config.ffn_size).view(2, tensor.size, -1)[:, tensor.rank].flatten()
-        self.input = ColumnParallelLinear(Shard((2 * config.ffn_size, config.hidden_size), 0, rows), tensor)
+        gate = share_of([(0, config.ffn_size)], tensor.size, tensor.rank)
+        linear = share_of([(config.ffn_size, 2 * config.ffn_size)], tensor.size, tensor.rank)
+        shard = Shard((2 * config.ffn_size, config.hidden_size), 0, gate + linear)
+        self.input = ColumnParallelLinear(shard, tensor)
         self.output = RowParallelLinear(config.ffn_size, config.hidden_size, tensor)
 
     def forward(self, x: Tensor) -> Tensor:

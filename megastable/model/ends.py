@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megastable.config import ModelConfig
+from megastable.core.pieces import Shard
 from megastable.model.attention import soft_cap
 from megastable.model.positions import PositionEmbedding
 from megastable.model.residual_stream import ResidualDropout, make_norm
 from megastable.model.tensor_parallel import (
     ColumnParallelLinear,
-    Shard,
     SplitLayer,
     TensorGroup,
     column_parallel_linear,
@@ -52,6 +52,16 @@ class HeadInput(NamedTuple):
     """A part of ``hidden`` and the weight -> logits (batch, part of the whole sequence, share of the vocabulary)."""
 
 
+def vocabulary_shard(config: ModelConfig, tensor: TensorGroup) -> Shard:
+    """Choose this rank's rows of a matrix with a row for each token.
+
+    What pads the vocabulary is no part of the whole matrix: its rows are zero and, since no gradient reaches them, stay
+    so.
+    """
+    full_shape = (config.vocab_size, config.hidden_size)
+    return Shard.even(full_shape, 0, tensor.size, tensor.rank, padded_to=config.padded_vocab_size)
+
+
 class VocabularyEmbedding(SplitLayer):
     """The table of a vector for each token of the vocabulary; also the head where weights are tied.
 
@@ -59,7 +69,7 @@ class VocabularyEmbedding(SplitLayer):
     """
 
     def __init__(self, config: ModelConfig, tensor: TensorGroup) -> None:
-        super().__init__(Shard.even((config.padded_vocab_size, config.hidden_size), 0, tensor), tensor)
+        super().__init__(vocabulary_shard(config, tensor), tensor)
         self.cap = LogitCap(config.output_logit_cap)
 
     def forward(self, token_ids: Tensor) -> Tensor:
@@ -138,8 +148,7 @@ class OutputHead(nn.Module):
     def __init__(self, config: ModelConfig, tensor: TensorGroup, in_chunks: bool = False) -> None:
         super().__init__()
         self.in_chunks = in_chunks
-        shard = Shard.even((config.padded_vocab_size, config.hidden_size), 0, tensor)
-        self.linear = ColumnParallelLinear(shard, tensor, bias=False)
+        self.linear = ColumnParallelLinear(vocabulary_shard(config, tensor), tensor, bias=False)
         self.cap = LogitCap(config.output_logit_cap)
 
     def forward(self, x: Tensor) -> Tensor | HeadInput:

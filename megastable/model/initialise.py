@@ -11,6 +11,7 @@ from torch import nn
 from megastable.config import RunConfig
 from megastable.core.init_std import INIT_SCHEMES, MatrixSize, residual_output_std
 from megastable.model.ends import OutputHead, VocabularyEmbedding
+from megastable.model.pieces import cut
 from megastable.model.tensor_parallel import RowParallelLinear, SplitLayer
 
 
@@ -29,7 +30,7 @@ def draw_weights(module: nn.Module, layer_index: int, run: RunConfig) -> None:
             if isinstance(child, nn.Embedding):  # whole on every tensor rank
                 child.weight.copy_(full)
             else:
-                child.weight.copy_(child.shard.of(full))
+                child.weight.copy_(cut(full, child.shard))
 
 
 DrawnModule = SplitLayer | nn.Embedding
@@ -69,7 +70,9 @@ def measured_moments(module: DrawnModule) -> tuple[int, float, float]:
     """Return number, sum and sum of squares of this rank's part of the matrix; over the ranks they add up."""
     weight = module.weight.detach()
     norm = torch.linalg.vector_norm(weight, dtype=torch.float64)
-    return weight.numel(), float(weight.sum(dtype=torch.float64)), float(norm) ** 2
+    # Rows that pad the vocabulary are zero and were not drawn.
+    drawn = weight.numel() if isinstance(module, nn.Embedding) else module.shard.num_elements
+    return drawn, float(weight.sum(dtype=torch.float64)), float(norm) ** 2
 
 
 def weight_seed(seed: int, layer_index: int, name: str) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
+from megastable.core.pieces import Shard
 from megastable.model.products import differentiable_linear, linear, product, weight_gradient
 
 
@@ -100,30 +100,6 @@ class OneProcess:
         return result
 
 
-@dataclass(frozen=True)
-class Shard:
-    """Which part of a full weight a rank holds: ``indices`` along ``dim``."""
-
-    full_shape: tuple[int, ...]
-    dim: int
-    indices: Tensor
-
-    @classmethod
-    def even(cls, full_shape: tuple[int, ...], dim: int, tensor: TensorGroup) -> Shard:
-        """Choose the rank's equal, contiguous share."""
-        share = full_shape[dim] // tensor.size
-        return cls(full_shape, dim, torch.arange(tensor.rank * share, (tensor.rank + 1) * share))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of the part."""
-        return (*self.full_shape[: self.dim], len(self.indices), *self.full_shape[self.dim + 1 :])
-
-    def of(self, full: Tensor) -> Tensor:
-        """Copy the part of a ``full`` weight, or of anything that runs along its first dimensions, such as a bias."""
-        return full.index_select(self.dim, self.indices)
-
-
 class SplitLayer(nn.Module):
     """A layer whose weight is split over the tensor ranks; the weight is drawn, marked and counted by its ``shard``.
 
@@ -137,9 +113,9 @@ class SplitLayer(nn.Module):
         self.tensor = tensor
         self.weight = nn.Parameter(torch.empty(shard.shape))
 
-    def split_parameters(self) -> list[nn.Parameter]:
-        """List the parameters of which each rank holds a part; the others are whole on every rank."""
-        return [self.weight]
+    def parameter_shards(self) -> dict[nn.Parameter, Shard]:
+        """Say which part each rank holds of the parameters that are split; the others are whole on every rank."""
+        return {self.weight: self.shard}
 
 
 class ColumnParallelLinear(SplitLayer):
@@ -155,9 +131,12 @@ class ColumnParallelLinear(SplitLayer):
         super().__init__(shard, tensor)
         self.bias = nn.Parameter(torch.zeros(shard.shape[0])) if bias else None
 
-    def split_parameters(self) -> list[nn.Parameter]:
-        """List the weight and the bias, which has an element for each of the rank's features."""
-        return [self.weight] if self.bias is None else [self.weight, self.bias]
+    def parameter_shards(self) -> dict[nn.Parameter, Shard]:
+        """Say which part is the rank's of the weight, and of the bias, which has an element for each output feature."""
+        shards = super().parameter_shards()
+        if self.bias is not None:
+            shards[self.bias] = self.shard.of_rows
+        return shards
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, seq or slice, in) to (batch, seq, share of out)."""
@@ -171,7 +150,7 @@ class RowParallelLinear(SplitLayer):
     """
 
     def __init__(self, in_features: int, out_features: int, tensor: TensorGroup) -> None:
-        super().__init__(Shard.even((out_features, in_features), 1, tensor), tensor)
+        super().__init__(Shard.even((out_features, in_features), 1, tensor.size, tensor.rank), tensor)
         self.bias = nn.Parameter(torch.zeros(out_features))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ STOP = "stop"
 
 
 class PlannedRun(Protocol):
-    """Tells a monitor what is known of a run before its first step.
+    """Tells a monitor what is known of a run before it starts or goes on.
 
     ``planning.run_plan.RunPlan`` has all of this. It is described here once more because rooms on one floor do not
     import each other.
@@ -44,12 +44,16 @@ class PlannedRun(Protocol):
 
     @property
     def phases(self) -> Sequence[RampPhase]:
-        """Return the batches of the whole run, in order."""
+        """Return the batches of the steps that are left, in order.
+
+        A run that was resumed may have done the others under another ramp: what is needed of them belongs into the
+        memory of the monitor.
+        """
         ...
 
     @property
     def length(self) -> RunLength:
-        """Return the numbers of steps and samples."""
+        """Return the numbers of steps and samples of the whole run."""
         ...
 
     def learning_rate(self, applied_samples: int, batch: Batch) -> float:

@@ -112,11 +112,13 @@ class Machine:
 def step_cost(plan: RunPlan, machine: Machine) -> PipelineCost:
     """Compute the cost of the run's steps, in seconds, on its layout of the machine's devices."""
     stages = plan.cut.stages
+    # Most stages hold the same layers.
+    times = {stage: _stage_time(plan, stage, machine) for stage in set(stages)}
     return PipelineCost(
-        stages=tuple(_stage_time(plan, stage, machine) for stage in stages),
+        stages=tuple(times[stage] for stage in stages),
         transfer=MicroBatchTime(seconds_per_sample=_seconds_between_stages(plan, machine)),
         # All stages begin their updates together, and the step ends with the last of them.
-        fixed_seconds=max(_update_seconds(plan, stage, machine) for stage in stages),
+        fixed_seconds=max(_update_seconds(plan, stage, machine) for stage in times),
     )
 
 

@@ -22,24 +22,30 @@ def stage_memory(plan: RunPlan, on_cpu: bool, batches: Sequence[Batch] | None = 
     """
     if batches is None:
         batches = [phase.batch for phase in plan.phases]
-    return [_memory_of_stage(plan, batches, number, stage, on_cpu) for number, stage in enumerate(plan.cut.stages)]
+    settings = activation_settings(plan, on_cpu)
+    return [_memory_of_stage(plan, batches, number, stage, settings) for number, stage in enumerate(plan.cut.stages)]
 
 
-def most_memory(plan: RunPlan, on_cpu: bool, batch: Batch) -> float:
-    """Count the bytes of the device that needs most at a step of ``batch``."""
+def fullest_stage(plan: RunPlan, on_cpu: bool, batch: Batch) -> tuple[int, float]:
+    """Find the stage whose devices need most at a step of ``batch``, the first of equals, and count their bytes."""
     # Of stages with the same layers the first has most micro-batches in flight, so that the others need no more.
     firsts: dict[StageLayers, int] = {}
     for number, stage in enumerate(plan.cut.stages):
         firsts.setdefault(stage, number)
-    return max(_memory_of_stage(plan, [batch], number, stage, on_cpu).total for stage, number in firsts.items())
+    settings = activation_settings(plan, on_cpu)
+    totals = {
+        number: _memory_of_stage(plan, [batch], number, stage, settings).total for stage, number in firsts.items()
+    }
+    fullest = max(totals, key=lambda number: totals[number])
+    return fullest, totals[fullest]
 
 
 def _memory_of_stage(
-    plan: RunPlan, batches: Sequence[Batch], number: int, stage: StageLayers, on_cpu: bool
+    plan: RunPlan, batches: Sequence[Batch], number: int, stage: StageLayers, settings: ActivationSettings
 ) -> MemoryUse:
     run = plan.run
     model = run.megastable.model
-    settings = activation_settings(plan, on_cpu)
+    shape, parts = model_shape(model), model_parts(model)
     # Memory grows with the number of micro-batches, so of every micro-batch size one step is enough to look at.
     most_of_size: dict[int, int] = {}
     for batch in batches:
@@ -48,9 +54,7 @@ def _memory_of_stage(
     # 1F1B holds one micro-batch for every stage from this one to the last, so that the first stage holds most.
     most_in_flight = plan.layout.num_stages - number
     activations = max(
-        activation_bytes(
-            model_shape(model), model_parts(model), stage, settings, size, min(most_in_flight, num_microbatches)
-        )
+        activation_bytes(shape, parts, stage, settings, size, min(most_in_flight, num_microbatches))
         for size, num_microbatches in most_of_size.items()
     )
     # Stages differ in weights as well: the first and last hold an embedding each, tied or not.

@@ -20,13 +20,16 @@ from megastable.core.errors import UserError
 from megastable.core.layout import divisors
 from megastable.core.memory import GIB
 from megastable.core.pipeline_cost import PipelineCost
+from megastable.core.records import FRESH, TrainingState
 from megastable.core.user_paths import expanded
 from megastable.planning.calibration import Calibration, load_calibration
 from megastable.planning.data_sheet_cost import Machine, step_cost
-from megastable.planning.memory import most_memory
+from megastable.planning.memory import fullest_stage
 from megastable.planning.run_plan import RunPlan, number_of_devices
 
 CALIBRATION_KEY = "megastable.batch_rampup.calibration"
+ROUNDING = 1e-9
+"""Relative; far above what sums of a step's passes are rounded by, and far below what makes one split faster."""
 SHOWN_SPLITS = 6
 """Splits that are shown to people; config.json has them all."""
 
@@ -56,17 +59,24 @@ class MicroBatchChoice:
             UserError: no split fits.
         """
         splits = self._splits(global_batch_size)
+        least_seconds = {batch: self._least_seconds(batch) for batch in splits}
+        fitting: dict[Batch, float] = {}
+        # Once the bound of a split is above what another takes, so are those of all that follow: they need no playing.
+        for batch in sorted(splits, key=lambda split: least_seconds[split]):
+            if fitting and least_seconds[batch] > min(fitting.values()):
+                break
+            if self.needed_bytes(batch) <= self.usable_bytes:
+                fitting[batch] = self.cost.step_seconds(batch.micro_batch_size, batch.num_microbatches)
+        if fitting:
+            # Of equally fast ones the smallest micro-batch needs least memory.
+            return min(fitting, key=lambda batch: (fitting[batch], batch.micro_batch_size))
         needs = [self.needed_bytes(batch) for batch in splits]
-        fitting = [batch for batch, needed in zip(splits, needs, strict=True) if needed <= self.usable_bytes]
-        if not fitting:
-            least = min(needs)
-            raise UserError(
-                f"no split of global batch {global_batch_size} over {self.data_parallel_size} replicas fits: "
-                f"micro-batches of {splits[needs.index(least)].micro_batch_size} need least, {least / GIB:.2f} GiB a "
-                f"device, and {self.usable_bytes / GIB:.2f} are usable"
-            )
-        # Splits stand in the order of their micro-batches, and min takes the first of equals: it needs least memory.
-        return min(fitting, key=self._step_seconds)
+        least = min(needs)
+        raise UserError(
+            f"no split of global batch {global_batch_size} over {self.data_parallel_size} replicas fits: "
+            f"micro-batches of {splits[needs.index(least)].micro_batch_size} need least, {least / GIB:.2f} GiB a "
+            f"device, and {self.usable_bytes / GIB:.2f} are usable"
+        )
 
     def micro_batch_size_steps(self, global_batch_sizes: Iterable[int]) -> tuple[tuple[int, int], ...]:
         """Choose the size for every batch, and return the changes as ``BatchRampup`` reads them.
@@ -92,8 +102,9 @@ class MicroBatchChoice:
         samples = global_batch_size // self.data_parallel_size
         return [Batch(global_batch_size, size, samples // size) for size in divisors(samples)]
 
-    def _step_seconds(self, batch: Batch) -> float:
-        return self.cost.step_seconds(batch.micro_batch_size, batch.num_microbatches)
+    def _least_seconds(self, batch: Batch) -> float:
+        # Rounding may bring a step below its bound.
+        return self.cost.least_step_seconds(batch.micro_batch_size, batch.num_microbatches) * (1 - ROUNDING)
 
 
 def load_plan(
@@ -118,11 +129,14 @@ def load_plan(
     return RunPlan.of(run, devices), assumed
 
 
-def with_chosen_micro_batches(run: RunConfig, world_size: int) -> RunConfig:
+def with_chosen_micro_batches(run: RunConfig, world_size: int, state: TrainingState = FRESH) -> RunConfig:
     """Return the run with ``chosen_micro_batch_sizes``; as it is where it gives its sizes, or they were chosen before.
 
     They are chosen for the whole ramp, also where the run ends before it does, so that it can be continued with more
     steps. A pure function of its arguments and the calibration: every rank finds the same.
+
+    Args:
+        state: how far the run is that it continues; a step of it is left.
 
     Raises:
         UserError: the calibration cannot be read, or a batch does not divide or fits no device.
@@ -131,12 +145,12 @@ def with_chosen_micro_batches(run: RunConfig, world_size: int) -> RunConfig:
     if not ramp.chooses_micro_batch_sizes or ramp.chosen_micro_batch_sizes:
         return run
     # Until they are chosen, a plan has micro-batches of one sample, which divide every batch.
-    plan = RunPlan.of(run, world_size)
+    plan = RunPlan.of(run, world_size, state)
     replicas = plan.layout.data_parallel_size
     calibration = _calibration(plan)
 
     def needed_bytes(batch: Batch) -> float:
-        return most_memory(plan, calibration.on_cpu, batch)
+        return fullest_stage(plan, calibration.on_cpu, batch)[1]
 
     # Where the memory is not known, no split can be refused for it.
     usable_bytes = math.inf if calibration.usable_bytes is None else calibration.usable_bytes
@@ -147,10 +161,13 @@ def with_chosen_micro_batches(run: RunConfig, world_size: int) -> RunConfig:
     return _with_sizes(run, choice.micro_batch_size_steps(sizes))
 
 
-def with_recorded_micro_batches(run: RunConfig, recorded: dict[str, Any]) -> RunConfig:
+def with_recorded_micro_batches(run: RunConfig, recorded: dict[str, Any], first_sample: int) -> RunConfig:
     """Return the run with the sizes that were chosen for the ``recorded`` run file which it continues, if they were.
 
-    Sizes in its own file stand.
+    They hold on the layout that they were chosen for. Sizes in its own file stand.
+
+    Args:
+        first_sample: the position from which it continues: the batches before it are done.
 
     Raises:
         UserError: they do not divide a batch of the run's ramp, which is then another than the recorded one.
@@ -160,7 +177,7 @@ def with_recorded_micro_batches(run: RunConfig, recorded: dict[str, Any]) -> Run
     if not ramp.chooses_micro_batch_sizes or ramp.chosen_micro_batch_sizes or not sizes:
         return run
     chosen = _with_sizes(run, tuple((start, size) for start, size in sizes))
-    for size in global_batch_sizes(ramp.schedule()):
+    for size in global_batch_sizes(ramp.schedule(), first_sample):
         # Asked without a layout, which is not known here: RunPlan.of checks the division by the replicas.
         micro_batch_size = chosen.megastable.batch_rampup.ramp(1, 1).micro_batch_size_for(size)
         if size % micro_batch_size:

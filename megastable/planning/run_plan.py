@@ -15,11 +15,15 @@ from megastable.core.flops import Recomputation
 from megastable.core.layers import StageLayers, stage_parameters
 from megastable.core.layout import ParallelLayout
 from megastable.core.lr_schedule import BATCH_SCALING_EXPONENTS, LR_SCHEDULES, WarmupSchedule
+from megastable.core.records import FRESH, TrainingState
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run on its layout: every step's batch and learning rate, and the operations of a sample."""
+    """A run on its layout: every step's batch and learning rate, and the operations of a sample.
+
+    Of a run that continues a checkpoint ``phases`` are those that are left, while ``length`` counts what is done, too.
+    """
 
     run: RunConfig
     layout: ParallelLayout
@@ -32,21 +36,24 @@ class RunPlan:
     hardware_flops_per_sample: int
 
     @classmethod
-    def of(cls, run: RunConfig, world_size: int) -> RunPlan:
+    def of(cls, run: RunConfig, world_size: int, state: TrainingState = FRESH) -> RunPlan:
         """Plan ``run`` on ``world_size`` processes.
+
+        Args:
+            state: how far the run is that it continues; a step of it is left.
 
         Raises:
             UserError: the stages do not divide the world, or a batch of the ramp does not divide.
         """
         sections = run.megastable
-        layout = ParallelLayout.of_world(
-            world_size,
-            sections.pipeline.num_stages,
-            sections.tensor_parallel.size,
-            expected_world_size=sections.training.world_size,
-        )
+        layout = run_layout(run, world_size)
         ramp = sections.batch_rampup.ramp(run.train_micro_batch_size_per_gpu, layout.data_parallel_size)
-        phases = ramp.phases(total_samples=sections.training.total_samples, total_steps=sections.training.total_steps)
+        phases = ramp.phases(
+            total_samples=sections.training.total_samples,
+            total_steps=sections.training.total_steps,
+            first_step=state.step,
+            first_sample=state.consumed_samples,
+        )
         length = RunLength.of(phases)
         # Operations of the whole model, whatever its cut: a speed per device divides them by all devices.
         shape = model_shape(sections.model)
@@ -112,6 +119,21 @@ def learning_rate_schedule(run: RunConfig, length: RunLength) -> WarmupSchedule:
     schedule = LR_SCHEDULES[config.type]
     # Every schedule declares which of these it reads as the fields of its dataclass.
     return schedule(**{field.name: values[field.name] for field in fields(schedule)})
+
+
+def run_layout(run: RunConfig, world_size: int) -> ParallelLayout:
+    """Lay ``run`` out over ``world_size`` processes.
+
+    Raises:
+        UserError: the stages and tensor ranks do not divide the world, or the file asks for another one.
+    """
+    sections = run.megastable
+    return ParallelLayout.of_world(
+        world_size,
+        sections.pipeline.num_stages,
+        sections.tensor_parallel.size,
+        expected_world_size=sections.training.world_size,
+    )
 
 
 def recomputation(run: RunConfig) -> Recomputation:

@@ -3,125 +3,142 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
+from megastable.checkpoints.folder import clean_up
 from megastable.config.run_config import run_as_dict
-from megastable.core.checkpoint_folder import Manifest, read_manifest
-from megastable.core.errors import UserError
 from megastable.core.launch import Launch
-from megastable.core.records import TrainingState
+from megastable.core.records import FRESH, Event, TrainingState
 from megastable.data import Corpus, check_serves_run, prepare_corpus
-from megastable.engine.checkpoint import load_checkpoint, save_checkpoint
+from megastable.engine.checkpoint import load_checkpoint, shared_faults
+from megastable.engine.checkpoint_writer import CheckpointWriter
 from megastable.engine.device import allow_fp16_on_cpu, check_compiler, check_fp16_support
 from megastable.engine.hang_watch import hangs_watched
 from megastable.engine.hostfile import check_hostfile
 from megastable.engine.node_work import first_on_each_node
 from megastable.engine.process_group import check_equal_on_all_ranks, connected, reporting_failures
 from megastable.engine.progress import Progress
+from megastable.engine.stop_request import StopRequest, listening
 from megastable.engine.training_engine import TrainingEngine
+from megastable.engine.writers import rewind_writers
 from megastable.monitors import Monitors
 from megastable.planning.run_plan import RunPlan
 from megastable.training.console import make_display
+from megastable.training.continuation import check_same_corpus, events_of_resume
 from megastable.training.loop import train_steps
 from megastable.training.metrics import STEP_METRICS
+from megastable.training.output import report_on_stderr
 from megastable.training.recorder import Recorder, SilentRecorder
 from megastable.training.report import conclusion, introduction
-from megastable.training.run_folder import RunFolder, events_of_resume
+from megastable.training.run_folder import RunFolder
+from megastable.training.saving import Checkpoints
+from megastable.training.start import Start
 
 
-def train(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | None) -> None:
+def train(start: Start, launch: Launch, folder: RunFolder) -> None:
     """Train a planned run in this process, together with the other ranks of the launch.
 
-    Args:
-        checkpoint: a complete checkpoint that has been checked against the run, or None for fresh weights.
-
     Raises:
-        UserError: the launcher's hostfile was not read; the port is taken; the data cannot be read, does not fit the
-            model or is not the checkpoint's; fp16 or a C++ compiler is not to be had; two metrics have one name; the
-            ranks do not agree on the data or the batches. Nothing is written into the run folder then.
+        UserError: the launcher's hostfile was not read; the port is taken; no checkpoint is whole; the data cannot be
+            read, does not fit the model or is not the checkpoint's; fp16 or a C++ compiler is not to be had; two
+            metrics have one name; the ranks do not agree on the checkpoint, the data or the batches. Nothing is written
+            into the run folder then.
+        AskedToStopError: the run was asked to stop.
     """
-    settings = plan.run.megastable
+    run = start.plan.run
     check_hostfile()
-    check_fp16_support(plan.run)
-    check_compiler(plan.run)
-    allow_fp16_on_cpu(plan.run)
-    monitors = Monitors(plan, STEP_METRICS)
+    check_fp16_support(run)
+    check_compiler(run)
+    allow_fp16_on_cpu(run)
+    monitors = Monitors(start.plan, STEP_METRICS)
     # A failure ends the process inside of the inner one: leaving the group in order would wait for peers that are gone.
+    stop = StopRequest.of_this_process(launch.rank, run.megastable.training.time_limit)
     progress = Progress()
     with (
+        listening(stop),
         connected(launch) as peers,
-        reporting_failures(launch.rank, plan.layout, peers),
-        hangs_watched(launch, plan.layout, peers, progress, settings.training.hang_timeout),
+        reporting_failures(launch.rank, start.plan.layout, peers, stop),
+        hangs_watched(launch, start.plan.layout, peers, progress, run.megastable.training.hang_timeout),
     ):
+        with progress.at_length("verifying the checkpoint"):
+            whole = _whole_start(start)
+        if whole is not start:
+            monitors = Monitors(whole.plan, STEP_METRICS)
+            start = whole
         # After the ranks have met: tokenising may take hours on one node, where another would give up connecting.
-        corpus = first_on_each_node(launch.rank, peers, progress, partial(_open_corpus, plan, launch, checkpoint))
+        corpus = first_on_each_node(launch.rank, peers, progress, partial(_open_corpus, start, launch))
         check_equal_on_all_ranks(corpus.fingerprint, "the tokenised corpus of megastable.data")
         check_equal_on_all_ranks(
-            settings.batch_rampup.model_dump_json(), "megastable.batch_rampup, with the micro-batch sizes chosen,"
+            start.plan.run.megastable.batch_rampup.model_dump_json(),
+            "megastable.batch_rampup, with the micro-batch sizes chosen,",
         )
-        _train_connected(plan, launch, folder, checkpoint, corpus, monitors, progress)
+        _train_connected(start, launch, folder, corpus, monitors, stop, progress)
 
 
-def _open_corpus(plan: RunPlan, launch: Launch, checkpoint: Path | None) -> Corpus:
+def _whole_start(start: Start) -> Start:
+    """Go back to the newest checkpoint whose files have their checksums; collective."""
+    while start.checkpoint is not None and start.manifest is not None:
+        # A node may see the files of a shared folder late, and would start from step 0 where the others go on.
+        check_equal_on_all_ranks(start.manifest.model_dump_json(), "the checkpoint that the run goes on from")
+        faults = shared_faults(start.checkpoint, start.manifest)
+        if not faults:
+            return start
+        start = start.older(faults)
+    check_equal_on_all_ranks("", "the checkpoint that the run goes on from")
+    return start
+
+
+def _open_corpus(start: Start, launch: Launch) -> Corpus:
     """Tokenise the corpus or find it in the cache, and check it against the run and the checkpoint."""
+    plan = start.plan
     settings = plan.run.megastable
     corpus = prepare_corpus(settings.data, settings.model, show_progress=launch.rank == 0)
     check_serves_run(corpus, settings.data, plan.phases[-1].batch.global_batch_size, settings.training.eval_interval)
-    if checkpoint is not None:
-        check_same_corpus(read_manifest(checkpoint), corpus)
+    if start.manifest is not None:
+        check_same_corpus(start.manifest, corpus.fingerprint, start.allowed_changes)
     return corpus
 
 
-def check_same_corpus(manifest: Manifest, corpus: Corpus) -> None:
-    """Refuse to continue a checkpoint on other data: token ids and sample order would mean something else.
-
-    Raises:
-        UserError: the tokens or their split are not those that the checkpoint was trained on.
-    """
-    if manifest.corpus_fingerprint != corpus.fingerprint:
-        raise UserError(
-            "This run cannot continue the checkpoint: the tokenised corpus of megastable.data is not the one it was "
-            "trained on. Text files, tokenizer or (for the source stdlib) Python have changed since."
-        )
-
-
 def _train_connected(
-    plan: RunPlan,
+    start: Start,
     launch: Launch,
     folder: RunFolder,
-    checkpoint: Path | None,
     corpus: Corpus,
     monitors: Monitors,
+    stop: StopRequest,
     progress: Progress,
 ) -> None:
     """Build the engine, bring it to where the run starts from, and train."""
+    plan = start.plan
+    settings = plan.run.megastable
     with progress.at_length("building the engine"):
-        engine = TrainingEngine(plan.run, plan.layout, plan.ramp, folder.path, progress)
-    state = TrainingState()
-    if checkpoint is not None:
+        engine = TrainingEngine(
+            plan.run, plan.layout, plan.ramp, folder.path, plan.phases[0].first_sample, lambda: stop.is_made, progress
+        )
+    state = FRESH
+    if start.checkpoint is not None and start.manifest is not None:
         with progress.at_length("loading the checkpoint"):
-            state = load_checkpoint(engine, checkpoint)
-        monitors.load_state_dict(read_manifest(checkpoint).monitors)
+            state = load_checkpoint(
+                start.checkpoint, start.manifest, engine.model_state, plan.layout, settings.training.seed
+            )
+        monitors.load_state_dict(start.manifest.monitors)
     # Written only now: a run that could not be built leaves the folder of an earlier one as it was.
     if launch.rank == 0:
         folder.write_config(plan.run)
-    saved_run = run_as_dict(plan.run)
-
-    def save(reached: TrainingState) -> Path:
-        with progress.at_length("saving"):
-            return save_checkpoint(
-                engine, folder.checkpoints, reached, saved_run, corpus.fingerprint, monitors.state_dict()
-            )
+        clean_up(folder.checkpoints)
+    writer = CheckpointWriter(folder.checkpoints, engine.model_state, plan.layout, settings.checkpoint)
 
     with _make_recorder(plan, launch, folder, engine, state) as recorder:
         # On all ranks, since each has layers of its own; but weights of a checkpoint are not as they were drawn.
-        fresh_weights = engine.weight_kinds() if checkpoint is None else []
-        for line in introduction(plan, corpus, folder, checkpoint, state, fresh_weights):
+        fresh_weights = engine.weight_kinds() if start.checkpoint is None else []
+        for line in introduction(plan, corpus, folder, start.checkpoint, state, fresh_weights):
             recorder.note(line)
-        if checkpoint is not None:
-            for event in events_of_resume(folder, checkpoint, plan.run, state):
+        if start.checkpoint is not None and start.manifest is not None:
+            for event in events_of_resume(
+                start.checkpoint, start.manifest, plan.run, plan.layout, corpus.fingerprint, folder.checkpoints
+            ):
                 recorder.record_event(event)
-        last_eval_loss = train_steps(plan, engine, corpus, state, recorder, monitors, save)
+        checkpoints = Checkpoints(writer, monitors, recorder, run_as_dict(plan.run), corpus.fingerprint, progress)
+        last_eval_loss = train_steps(plan, engine, corpus, state, recorder, monitors, checkpoints, stop)
         recorder.note(conclusion(corpus, last_eval_loss))
 
 
@@ -131,11 +148,22 @@ def _make_recorder(
     """Make the recorder of this rank, on a run folder that holds nothing of the steps after ``state``."""
     if launch.rank != 0:
         return SilentRecorder()
-    folder.drop_lines_after(state.step)
+    goes_on = folder.holds_run
+    unreadable = folder.drop_lines_after(state.step)
+    if goes_on:
+        try:
+            rewind_writers(engine.writers, state.consumed_samples)
+        except OSError as error:
+            report_on_stderr(f"a writer of DeepSpeed's holds later steps twice ({error}); the run goes on")
     display = make_display(
         plan.length.total_steps,
         plan.length.total_samples,
         state.consumed_samples,
         plan.run.megastable.logging.interval,
     )
-    return Recorder(folder.metrics, folder.events, engine.writers, display)
+    recorder = Recorder(folder.metrics, folder.events, engine.writers, display)
+    if goes_on and state == FRESH:
+        recorder.record_event(Event(0, 0, "restart", "starts again from step 0: no checkpoint was saved before", {}))
+    for text in unreadable:
+        recorder.record_event(Event(state.step, state.consumed_samples, "set_aside", text, {}))
+    return recorder

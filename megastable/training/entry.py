@@ -6,45 +6,18 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
-from megastable.config import RunConfig, load_run_file
-from megastable.core.checkpoint_folder import read_manifest
-from megastable.core.errors import RunStoppedError, UserError, shown
+from megastable.core.errors import AskedToStopError, RunStoppedError, UserError, shown
 from megastable.core.launch import Launch, check_port
 from megastable.core.launch_variables import rank_as_given
-from megastable.planning.micro_batches import with_chosen_micro_batches, with_recorded_micro_batches
-from megastable.planning.run_plan import RunPlan
 from megastable.training.output import protect_standard_streams
-from megastable.training.run_folder import (
-    RunFolder,
-    check_continues,
-    checkpoint_to_load,
-    checkpoint_to_resume,
-    nothing_left,
-)
+from megastable.training.run_folder import RunFolder
+from megastable.training.start import NothingLeftError, RunRequest, find_start
 
 EXIT_CODE_INTERRUPTED = 130
 """Shells give 128 + 2 to a program that SIGINT (signal 2) has ended."""
 RANK_0_SPEAKS_FIRST_SECONDS = 5.0
-WRITER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
-"""Section of the run file to the package behind DeepSpeed's writer of that name, which is no dependency of ours."""
-
-
-@dataclass(frozen=True)
-class RunRequest:
-    """Holds what the command line of a run asks for."""
-
-    run_file: Path
-    overrides: Sequence[str] = ()
-    run_dir: Path | None = None
-    """None for ``runs/<name of the run file>``."""
-    resume: bool = False
-    load: Path | None = None
 
 
 def run_command(request: RunRequest) -> int:
@@ -55,6 +28,9 @@ def run_command(request: RunRequest) -> int:
     except RunStoppedError as error:
         # All ranks have come to the same decision at the same step, and leave together; rank 0 says why.
         if rank_as_given(os.environ) != "0":
+            return error.exit_code
+        if isinstance(error, AskedToStopError):
+            _print_error(f"[megastable] {error}")
             return error.exit_code
         return refuse(error)
     except UserError as error:
@@ -67,61 +43,23 @@ def run_command(request: RunRequest) -> int:
 def _plan_and_train(request: RunRequest) -> None:
     launch = Launch.detect(os.environ)
     check_port(launch)
-    run = load_run_file(request.run_file, request.overrides, launch.world_size)
-    check_writer_packages(run)
     folder = RunFolder(request.run_dir or Path("runs") / request.run_file.stem)
     folder.check_writable()
-    checkpoint = _find_checkpoint(request, folder, launch)
-    # Before the choice of micro-batches: a run goes on in those that were chosen for it, and not in what a calibration
-    # that has changed since would choose.
-    if checkpoint is not None:
-        run = _continuing(checkpoint, run, launch)
-    run = with_chosen_micro_batches(run, launch.world_size)
-    plan = RunPlan.of(run, launch.world_size)
-    all_done = None if checkpoint is None else nothing_left(checkpoint, plan)
-    if all_done is not None:
+
+    def warn(text: str) -> None:
         if launch.rank == 0:
-            print(shown(all_done))
+            _print_error(f"[megastable] {shown(text)}")
+
+    try:
+        start = find_start(request, launch, folder, warn)
+    except NothingLeftError as all_done:
+        if launch.rank == 0:
+            print(shown(str(all_done)))
         return
 
     from megastable.training.build import train  # loads torch and deepspeed
 
-    train(plan, launch, folder, checkpoint)
-
-
-def check_writer_packages(run: RunConfig) -> None:
-    """Check that the package of every enabled writer can be imported.
-
-    Raises:
-        UserError: a package is missing; the key and the command that installs it are named.
-    """
-    for section, package in WRITER_PACKAGES.items():
-        if getattr(run, section).enabled and find_spec(package) is None:
-            raise UserError(f"{section}.enabled needs the package {package}: pip install {package}")
-
-
-def _find_checkpoint(request: RunRequest, folder: RunFolder, launch: Launch) -> Path | None:
-    """Find the checkpoint that the run starts from; None for fresh weights."""
-    if request.resume:
-        return checkpoint_to_resume(folder, partial(_warn, launch))
-    if launch.rank == 0:  # the others may look when rank 0 has begun to fill the folder
-        folder.check_unused()
-    if request.load is not None:
-        return checkpoint_to_load(request.load)
-    return None
-
-
-def _continuing(checkpoint: Path, run: RunConfig, launch: Launch) -> RunConfig:
-    """Return the run as it continues the checkpoint: in the micro-batches that were chosen for it."""
-    manifest = read_manifest(checkpoint)
-    run = with_recorded_micro_batches(run, manifest.run)
-    check_continues(manifest, run, launch.world_size, partial(_warn, launch))
-    return run
-
-
-def _warn(launch: Launch, text: str) -> None:
-    if launch.rank == 0:
-        _print_error(f"[megastable] {shown(text)}")
+    train(start, launch, folder)
 
 
 def refuse(error: UserError) -> int:

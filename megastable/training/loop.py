@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import math
+import time
+from collections.abc import Iterator
+from typing import NoReturn
 
 from megastable.core.batch_rampup import Batch
-from megastable.core.errors import RunStoppedError
-from megastable.core.records import Event, TrainingState
+from megastable.core.errors import AskedToStopError, RunStoppedError
+from megastable.core.records import Event, StepResult, TrainingState
+from megastable.core.time_limit import TimeLimit
 from megastable.data import (
     Corpus,
     MicroBatch,
@@ -16,17 +19,23 @@ from megastable.data import (
     num_evaluation_micro_batches,
     training_micro_batches,
 )
+from megastable.engine.checkpoint import num_state_bytes
+from megastable.engine.stop_request import StopRequest
 from megastable.engine.training_engine import TrainingEngine
 from megastable.monitors import Monitors
 from megastable.monitors.monitor import STOP, Seen
 from megastable.planning.run_plan import RunPlan
 from megastable.training.metrics import StepMetrics
 from megastable.training.recorder import Recorder, SilentRecorder
+from megastable.training.saving import Checkpoints
 
 UNEQUAL_WEIGHTS = (
     "weights that should be equal are not, which is a fault of hardware or software and not of training; go on from "
     "the last checkpoint, on other devices:"
 )
+
+ASKED_TO_STOP = "asked_to_stop"
+"""The kind of the event that somebody or the clock has asked the run to stop."""
 
 
 def train_steps(
@@ -36,7 +45,8 @@ def train_steps(
     state: TrainingState,
     recorder: Recorder | SilentRecorder,
     monitors: Monitors,
-    save: Callable[[TrainingState], Path],
+    checkpoints: Checkpoints,
+    stop: StopRequest,
 ) -> float | None:
     """Run every step from ``state`` to the end of the plan. Collective.
 
@@ -45,12 +55,19 @@ def train_steps(
 
     Raises:
         RunStoppedError: a monitor or the consistency check stops the run; on all ranks.
+        AskedToStopError: a rank was asked to stop; on all ranks, after a save unless nothing is ever saved.
     """
     settings = plan.run.megastable
     order = SampleOrder(len(corpus.train), settings.training.seed)
+    limit = TimeLimit(settings.training.time_limit or math.inf, num_state_bytes(engine.model_state.partitions))
     last_eval_loss: float | None = None
+
+    stop.begin_training()
     while state.step < plan.length.total_steps:
         engine.progress.begin_step(state.step + 1)
+        started = time.monotonic()
+        if limit.is_near(stop.elapsed_seconds):
+            stop.ask(f"has no time for another step within megastable.training.time_limit = {limit.seconds:g} s")
         # Samples are the clock: all consumed ones of batch and data, those of applied updates of the learning rate. So
         # a skipped step moves on in the data and leaves the learning rate alone.
         batch = engine.rampup_hook.before_step(state.consumed_samples)
@@ -69,8 +86,13 @@ def train_steps(
             if differences:
                 events.append(_unequal_weights(seen, differences))
 
+        # What a run does after its last step is not put off.
+        is_last = state.step == plan.length.total_steps
+        asked_to_stop = result.asked_to_stop and not is_last
         eval_loss = None
-        if _is_due(plan, state.step, settings.training.eval_interval) and len(corpus.validation) > 0:
+        eval_is_due = _is_due(plan, state.step, settings.training.eval_interval) and len(corpus.validation) > 0
+        # Whoever asks waits for a step and a save, and perhaps no longer.
+        if eval_is_due and not asked_to_stop:
             eval_loss = evaluate(plan, engine, corpus, batch)
             last_eval_loss = eval_loss
 
@@ -80,10 +102,60 @@ def train_steps(
         for event in events:
             recorder.record_event(event)
         # Recorded first, so that files and terminal show why; not saved, since a resume would begin with these weights.
-        stop_on_stop_event(events)
-        if is_save_due(plan, state.step):
-            recorder.note(f"saved {save(state)}")
+        if any(event.kind == STOP for event in events):
+            checkpoints.finish()
+            stop_on_stop_event(events)
+        limit.count_round(time.monotonic() - started)
+        save_is_due = is_save_due(plan, state.step)
+        if save_is_due:
+            checkpoints.save(state, result.loss, eval_loss)
+        for outcome in checkpoints.report():
+            limit.count_save(outcome.seconds)
+            if outcome.fault is not None and settings.checkpoint.on_failure == "stop":
+                stop.ask(f"could not save step {outcome.step}, and megastable.checkpoint.on_failure is 'stop'")
+        if not asked_to_stop and not is_last and (save_is_due or eval_loss is not None):
+            asked_to_stop = stop.agree()  # these may have taken as long as many steps
+        if asked_to_stop:
+            _stop_as_asked(plan, state, result, recorder, stop.agreed_reason(), checkpoints)
+    _finish(checkpoints)
     return last_eval_loss
+
+
+def _stop_as_asked(
+    plan: RunPlan,
+    state: TrainingState,
+    result: StepResult,
+    recorder: Recorder | SilentRecorder,
+    reason: str,
+    checkpoints: Checkpoints,
+) -> NoReturn:
+    """Save, unless this step has been or nothing ever is, and end the run.
+
+    Raises:
+        AskedToStopError: always.
+    """
+    stopped = f"the run stops at step {state.step}: {reason}"
+    recorder.record_event(Event(state.step, state.consumed_samples, ASKED_TO_STOP, stopped, {"reason": reason}))
+    if plan.run.megastable.checkpoint.save_interval is None:
+        unsaved = "nothing was saved, since megastable.checkpoint.save_interval is null"
+        raise AskedToStopError(f"{stopped}; {unsaved}", saved=False)
+    if not is_save_due(plan, state.step):
+        checkpoints.save(state, result.loss, eval_loss=None)
+    outcome = checkpoints.finish()
+    if outcome is None or outcome.fault is not None:
+        raise AskedToStopError(f"{stopped}; this step could not be saved", saved=False)
+    raise AskedToStopError(f"{stopped}; --resume goes on from {outcome.folder}", saved=True)
+
+
+def _finish(checkpoints: Checkpoints) -> None:
+    """Wait for the save of the last step.
+
+    Raises:
+        RunStoppedError: it failed; a run whose result is lost has not ended well.
+    """
+    outcome = checkpoints.finish()
+    if outcome is not None and outcome.fault is not None:
+        raise RunStoppedError(f"the run is at its end and could not save step {outcome.step}: {outcome.fault}")
 
 
 def stop_on_stop_event(events: list[Event]) -> None:

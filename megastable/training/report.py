@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from megastable.checkpoints.thinning import what_stays
 from megastable.core.records import TrainingState
 from megastable.data import Corpus
 from megastable.engine.layer_statistics import WeightKind
@@ -80,7 +81,8 @@ def _kept(plan: RunPlan, folder: RunFolder) -> str:
         return "keeps no checkpoint (megastable.checkpoint.save_interval is null): the weights are lost at the end"
     if interval == 0:
         return f"keeps one checkpoint, after the last step, in {folder.checkpoints}"
-    return f"keeps checkpoints every {interval:,} steps and after the last, in {folder.checkpoints}"
+    saved = f"keeps checkpoints every {interval:,} steps and after the last, in {folder.checkpoints}"
+    return f"{saved}{what_stays(plan.run.megastable.checkpoint)}"
 
 
 def _fresh_weights(plan: RunPlan, weights: list[WeightKind]) -> Iterator[str]:

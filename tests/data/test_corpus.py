@@ -61,6 +61,27 @@ def test_the_cache_is_used_whatever_the_length_of_samples(
     assert again.train.seq_length == 5
 
 
+def test_a_start_with_a_finished_cache_reads_no_document(
+    documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prepared(documents, tmp_path)
+    monkeypatch.delattr("megastable.data.text_files.TextFiles.__getitem__")
+    assert prepared(documents, tmp_path).fingerprint == first.fingerprint
+
+
+def test_a_store_of_an_earlier_format_is_built_anew_with_the_same_tokens(
+    documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus_module, "FORMAT_VERSION", 1)
+        earlier = prepared(documents, tmp_path)
+    for file in earlier.tokenizer_path.parent.glob("*.crc32"):
+        file.unlink()
+    now = prepared(documents, tmp_path)
+    assert now.tokenizer_path != earlier.tokenizer_path
+    assert now.fingerprint == earlier.fingerprint, "checkpoints go on"
+
+
 def test_what_decides_the_tokens_decides_the_cache_folder(documents: Path, tmp_path: Path) -> None:
     bpe = {"type": "bpe", "vocab_size": 280}
     changes: list[dict[str, Any]] = [{}, {"validation_fraction": 0.3}, {"tokenizer": bpe}]

@@ -36,8 +36,8 @@ def test_documents_go_to_their_split_in_order_and_each_is_ended(tmp_path: Path) 
     documents = [("ab", False), ("v", True), ("", False), ("ü", False), ("w", True)]
     write_token_store(tmp_path, documents, BytesTokenizer())
     meta, train, validation = open_token_store(tmp_path)
-    assert train.tolist() == [*b"ab", EOD, *"ü".encode(), EOD]
-    assert validation.tolist() == [*b"v", EOD, *b"w", EOD]
+    assert train.tokens.tolist() == [*b"ab", EOD, *"ü".encode(), EOD]
+    assert validation.tokens.tolist() == [*b"v", EOD, *b"w", EOD]
     assert (meta.num_train_tokens, meta.num_validation_tokens) == (6, 4)
     assert meta.eod_id == EOD and meta.vocab_size == 257
 
@@ -47,8 +47,8 @@ def test_a_document_of_several_batches_is_whole_and_ended_once(tmp_path: Path, n
     text = ("0123456789" * 1_000_000)[:num_characters]
     write_token_store(tmp_path, [("a", False), (text, False), ("b", True)], BytesTokenizer())
     _, train, validation = open_token_store(tmp_path)
-    assert train.tobytes() == np.array([*b"a", EOD, *text.encode(), EOD], dtype=np.uint16).tobytes()
-    assert validation.tolist() == [*b"b", EOD]
+    assert train.tokens.tobytes() == np.array([*b"a", EOD, *text.encode(), EOD], dtype=np.uint16).tobytes()
+    assert validation.tokens.tolist() == [*b"b", EOD]
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])
@@ -56,17 +56,17 @@ def test_the_narrowest_type_that_holds_the_vocabulary(tmp_path: Path, vocab_size
     text = "a\N{SNAKE}\uffff"
     write_token_store(tmp_path, [(text, False)], WideTokenizer(vocab_size))
     _, train, validation = open_token_store(tmp_path)
-    assert train.dtype == dtype
-    assert train.tolist() == [*(ord(character) % vocab_size for character in text), vocab_size - 1]
-    assert len(validation) == 0
+    assert train.tokens.dtype == dtype
+    assert train.tokens.tolist() == [*(ord(character) % vocab_size for character in text), vocab_size - 1]
+    assert len(validation.tokens) == 0
 
 
 def test_tokens_are_mapped_not_read(tmp_path: Path) -> None:
     write_token_store(tmp_path, [("abc", False)], BytesTokenizer())
     _, train, _ = open_token_store(tmp_path)
-    assert isinstance(train, np.memmap)
+    assert isinstance(train.tokens, np.memmap)
     with pytest.raises(ValueError, match="read-only"):
-        train[0] = 1
+        train.tokens[0] = 1
 
 
 def test_the_fingerprint_follows_the_tokens_and_the_split(tmp_path: Path) -> None:

@@ -193,29 +193,7 @@ def test_what_cannot_be_gone_on_from_is_built_anew(tmp_path: Path, damage: str) 
     write_token_store(tmp_path, reading, BytesTokenizer())
     assert reading.read == list(range(6))
     _, train, _ = open_token_store(tmp_path)
-    assert np.count_nonzero(train == BytesTokenizer.eod_id) == 6
-
-
-def old_store(folder: Path) -> Path:
-    """Turn a store into one of a version that wrote neither this mark nor a carriage return."""
-    record = json.loads((folder / "meta.json").read_text())
-    del record["keeps_carriage_returns"]
-    (folder / "meta.json").write_text(json.dumps(record))
-    return folder
-
-
-@pytest.mark.parametrize("text", ["a line\nand another\n", "a line\r\nand another\r\n"])
-def test_a_cache_of_an_earlier_version_is_used_unless_the_text_has_carriage_returns(
-    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = text_data(write_documents(tmp_path / "documents", {"a.txt": text}), tmp_path / "cache")
-    first = old_store(prepare_corpus(data, tiny_model(), show_progress=False).tokenizer_path.parent)
-    capsys.readouterr()
-    corpora = [prepare_corpus(data, tiny_model(), show_progress=True) for _ in range(2)]
-    assert capsys.readouterr().err.count("for carriage returns") == 1, "it is looked through once"
-    for corpus in corpora:
-        assert (corpus.tokenizer_path.parent == first) == ("\r" not in text)
-        assert bytes(corpus.train.tokens[:-1].tolist()).decode() == text
+    assert np.count_nonzero(train.tokens == BytesTokenizer.eod_id) == 6
 
 
 def test_a_document_with_half_a_surrogate_pair_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,10 +81,8 @@ def test_steps_are_equal_and_each_micro_batch_size_is_compiled_once() -> None:
 
 def losses_across_checkpoints(folder: str) -> dict[str, list[float]]:
     """Take two steps, save, and take two more in a new engine, by whether the first and the second are compiled."""
-    from megastable.config.run_config import run_as_dict
     from megastable.engine import pipeline_module
-    from megastable.engine.checkpoint import load_checkpoint, save_checkpoint
-    from tests.support.steps import build_engine, train
+    from tests.support.steps import build_engine, load, save_now, train
 
     pipeline_module.BACKEND = "aot_eager"
     results = {}
@@ -93,9 +91,9 @@ def losses_across_checkpoints(folder: str) -> dict[str, list[float]]:
         plan, engine = build_engine(runs[0])
         state, first = train(plan, engine, 2)
         saved = Path(folder) / str(order)
-        save_checkpoint(engine, saved, state, run_as_dict(runs[0]), "", {})
+        save_now(engine, saved, state)
         plan, engine = build_engine(runs[1])
-        second = train(plan, engine, 2, load_checkpoint(engine, next(saved.glob("step_*"))))[1]
+        second = train(plan, engine, 2, load(engine, next(saved.glob("step_*"))))[1]
         results[str(order)] = [row["loss"] for row in (*first, *second)]
     return results
 

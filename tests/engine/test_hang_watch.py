@@ -12,10 +12,11 @@ from typing import NamedTuple
 import pytest
 import torch.distributed
 
-from megastable.core.checkpoint_folder import newest_complete
+from megastable.checkpoints.folder import newest_complete
+from megastable.core.errors import EXIT_CODE_HANG
 from megastable.core.launch import Launch
 from megastable.core.layout import ParallelLayout
-from megastable.engine.hang_watch import EXIT_CODE_HANG, hangs_watched
+from megastable.engine.hang_watch import hangs_watched
 from megastable.engine.process_group import _introduce
 from megastable.engine.progress import Progress
 from megastable.model.block import TransformerBlock
@@ -83,7 +84,7 @@ def test_a_stuck_rank_ends_the_run_and_is_named(name: str, tmp_path: Path) -> No
         megastable__pipeline={"num_stages": case.layout.num_stages},
         megastable__tensor_parallel={"size": case.layout.tensor_parallel_size},
         megastable__training={"total_steps": 40, "seed": 7, "hang_timeout": HANG_SECONDS},
-        megastable__checkpoint={"save_interval": 2},
+        megastable__checkpoint={"save_interval": 2, "asynchronous": False},
     )
     run_dir = tmp_path / "run"
     mark = tmp_path / "mark"

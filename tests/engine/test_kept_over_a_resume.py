@@ -9,31 +9,25 @@ from typing import Any
 
 import torch
 
-from megastable.engine.checkpoint import load_checkpoint, save_checkpoint
-from megastable.engine.optimizer import ConfiguredOptimizer
+from megastable.engine.model_state import SCALER_POSITION, ModelState
 from megastable.engine.training_engine import TrainingEngine
 from tests.support.ranks import run_ranks
-from tests.support.steps import build_engine, train
+from tests.support.steps import build_engine, load, save_now, train
 from tests.support.tiny_run import tiny_run
 
 # The loss scaler
-
-SCALER_POSITION = ConfiguredOptimizer.SCALER_POSITION
 
 
 def scales_after_loads(num_runs: int) -> dict[str, bool]:
     """Tell for every part of the position, and for none, whether a run that is resumed without it keeps its scales."""
     kept = {}
     for left_out in ("", *SCALER_POSITION):
-        class_with_less = type(
-            "Less", (ConfiguredOptimizer,), {"SCALER_POSITION": [n for n in SCALER_POSITION if n != left_out]}
-        )
         rng = random.Random(5)
-        kept[left_out] = all(_scales_go_on(class_with_less, rng) for _ in range(num_runs))
+        kept[left_out] = all(_scales_go_on(left_out, rng) for _ in range(num_runs))
     return kept
 
 
-def _scales_go_on(configured: type[ConfiguredOptimizer], rng: random.Random) -> bool:
+def _scales_go_on(left_out: str, rng: random.Random) -> bool:
     """Compare the scales of an uninterrupted scaler with those of one that is saved and loaded, over random steps."""
     settings = {
         "init_scale": 2.0 ** rng.randint(4, 8),
@@ -43,24 +37,26 @@ def _scales_go_on(configured: type[ConfiguredOptimizer], rng: random.Random) -> 
         "consecutive_hysteresis": rng.random() < 0.5,
         "raise_error_at_min_scale": False,
     }
-    whole, fresh = _scaler(settings), _scaler(settings)
+    whole, resumed = _scaler(settings), _scaler(settings)
     overflows = [rng.random() < 0.4 for _ in range(20)]
     cut = rng.randint(1, 12)
     for overflow in overflows[:cut]:
         whole.update_scale(overflow)
-    loaded = _scaler(settings)
-    vars(loaded).update(vars(whole))
-    optimizer = SimpleNamespace(clip_grad=1.0, loss_scaler=fresh, param_groups=[], dynamic_loss_scale=True)
-    configured_optimizer = configured(optimizer)
-    optimizer.loss_scaler = loaded  # as DeepSpeed's load leaves it
-    configured_optimizer.put_back()
-    assert optimizer.loss_scaler is fresh, "the settings of the run file are in force"
+    position = _state_of(whole).loss_scaler
+    assert position is not None
+    if left_out:
+        position[left_out] = getattr(resumed, left_out)
+    _state_of(resumed).set_counts(0, position)
     scales = []
     for overflow in overflows[cut:]:
         whole.update_scale(overflow)
-        fresh.update_scale(overflow)
-        scales.append(whole.cur_scale == fresh.cur_scale)
+        resumed.update_scale(overflow)
+        scales.append(whole.cur_scale == resumed.cur_scale)
     return all(scales)
+
+
+def _state_of(scaler: Any) -> ModelState:
+    return ModelState(SimpleNamespace(loss_scaler=scaler), [])
 
 
 def _scaler(settings: dict[str, Any]) -> Any:
@@ -87,9 +83,9 @@ def position_after_load(folder: str) -> list[dict[str, Any]]:
     position = {"cur_scale": 32.0, "cur_iter": 17, "last_overflow_iter": 11, "cur_hysteresis": 2}
     assert position.keys() == set(SCALER_POSITION) and all(hasattr(scaler, name) for name in position)
     vars(scaler).update(position)
-    saved = save_checkpoint(engine, Path(folder), state, {}, "corpus")
+    saved = save_now(engine, Path(folder), state)
     _, engine = build_engine(run)
-    load_checkpoint(engine, saved)
+    load(engine, saved)
     return [position, {name: getattr(engine.deepspeed.optimizer.loss_scaler, name) for name in position}]
 
 
@@ -115,9 +111,9 @@ def tied_copies_over_a_resume(folder: str) -> dict[str, list[Any]]:
         plan, engine = build_engine(run)
         state, _ = train(plan, engine, 2)
         looks = [_tied(engine)]
-        saved = save_checkpoint(engine, Path(folder) / name, state, {}, "corpus")
+        saved = save_now(engine, Path(folder) / name, state)
         plan, engine = build_engine(run)
-        state = load_checkpoint(engine, saved)
+        state = load(engine, saved)
         looks.append(_tied(engine))
         train(plan, engine, 2, state)
         looks.append(_tied(engine))
@@ -149,11 +145,11 @@ def applied_learning_rates(folder: str, schedule: dict[str, Any], peak: float) -
     """Train three steps of a cosine, and go on under another schedule; returns what the update used, and the plan's."""
     earlier, engine = build_engine(tiny_run(megastable__lr_schedule={"type": "cosine", "warmup": 8, "min_lr": 0.001}))
     state, _ = train(earlier, engine, 3)
-    saved = save_checkpoint(engine, Path(folder), state, {}, "corpus")
+    saved = save_now(engine, Path(folder), state)
     optimizer = {"type": "AdamW", "params": {"lr": peak}}
     run = tiny_run(megastable__lr_schedule=schedule, optimizer=optimizer, megastable__training__total_steps=20)
     plan, engine = build_engine(run)
-    state = load_checkpoint(engine, saved)
+    state = load(engine, saved)
     used: list[list[float]] = []
     engine.deepspeed.optimizer.optimizer.register_step_pre_hook(
         lambda optimizer, *_: used.append([group["lr"] for group in optimizer.param_groups])

@@ -22,9 +22,12 @@ from megastable.core.launch import LOOPBACK, Launch
 from megastable.engine import rendezvous
 from megastable.engine.process_group import connected
 from megastable.engine.rendezvous import GLOO_INTERFACE, launcher_of
-from tests.support.ranks import REPOSITORY, fork_server
+from tests.support.launches import write_run_file
+from tests.support.ranks import CPU_ONLY, REPOSITORY, fork_server
 
 TIME_LIMIT_SECONDS = 60
+LATE_SECONDS = 2.0
+"""Long enough for the other rank to look for the port before."""
 
 
 def connect(queue: Any, rank: int, port: int, folder: str) -> None:
@@ -47,13 +50,15 @@ def connect(queue: Any, rank: int, port: int, folder: str) -> None:
         torch.distributed.barrier()
 
 
-def meet(port: int, folder: Path) -> list[tuple[int, list[int], list[str]]]:
+def meet(port: int, folder: Path, rank_0_is_late: bool = False) -> list[tuple[int, list[int], list[str]]]:
     """Let two processes meet at a port and return what they answered."""
     context = fork_server()
     queue = context.Queue()
     processes = [context.Process(target=connect, args=(queue, rank, port, str(folder))) for rank in range(2)]
-    for process in processes:
-        process.start()
+    processes[1].start()
+    if rank_0_is_late:
+        time.sleep(LATE_SECONDS)
+    processes[0].start()
     try:
         found = [queue.get(timeout=TIME_LIMIT_SECONDS) for _ in processes]
         for process in processes:
@@ -119,13 +124,29 @@ def test_files_of_launches_that_ended_are_removed_and_those_of_living_ones_kept(
         alive.wait(TIME_LIMIT_SECONDS)
 
 
+def test_files_that_were_never_named_are_removed_once_no_launch_can_be_about_to(tmp_path: Path) -> None:
+    abandoned, fresh, other = (
+        tmp_path / name for name in (f"megastable-{os.getuid()}-1.7.tmp", f"megastable-{os.getuid()}-2.8.tmp", "a.tmp")
+    )
+    for path in (abandoned, fresh, other):
+        path.touch()
+    long_ago = time.time() - rendezvous.CONNECT_TIMEOUT.total_seconds() - 1
+    for path in (abandoned, other):
+        os.utime(path, (long_ago, long_ago))
+    rendezvous._remove_abandoned_files(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([fresh, other])
+
+
 def test_the_file_of_an_ended_launch_of_the_same_launcher_is_not_read(tmp_path: Path) -> None:
-    """Both launches have this process's fork server as their launcher, and so one name for their file."""
+    """Both launches have this process's fork server as their launcher, and so one name for their file.
+
+    Rank 0 removes it, so that only a rank that comes earlier can read it.
+    """
     meet(29500, tmp_path)  # starts the server
     (launcher,) = [child for child in psutil.Process().children() if "forkserver" in " ".join(child.cmdline())]
     name = f"megastable-{os.getuid()}-{launcher.pid}-{launcher.create_time():.2f}.port"
     (tmp_path / name).write_text(str(free_port()))  # nobody listens there
-    assert [peers for _, peers, _ in meet(29500, tmp_path)] == [[0, 1], [0, 1]]
+    assert [peers for _, peers, _ in meet(29500, tmp_path, rank_0_is_late=True)] == [[0, 1], [0, 1]]
 
 
 def test_a_port_that_is_taken_after_the_first_look_is_refused() -> None:
@@ -168,3 +189,46 @@ def test_wrappers_of_a_rank_are_not_the_launcher(launcher: dict[str, str] | None
             return [*above, FakeProcess({})]
 
     assert launcher_of(Rank()) is above[2]
+
+
+WAITING = """
+import runpy, sys
+from datetime import timedelta
+from megastable.engine import rendezvous
+rendezvous.CONNECT_TIMEOUT = timedelta(seconds=2)
+runpy.run_path("launch/train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "per_node", "port", "what"),
+    [
+        (0, 1, "free", "1 of 2 processes have come to HOST, port PORT; after 0:00:02"),
+        (1, 1, "free", "rank 1 has not reached rank 0 at HOST, port PORT"),
+        (0, 2, "29500", "1 of 2 processes have come to 127.0.0.1, port "),
+        (1, 2, "29500", "rank 1 has not found rank 0, whose port would stand in "),
+    ],
+)
+def test_a_process_that_never_comes_is_one_message(
+    rank: int, per_node: int, port: str, what: str, tmp_path: Path
+) -> None:
+    if port == "free":
+        port = str(free_port())
+    host = socket.gethostname()
+    place = {
+        "RANK": str(rank), "LOCAL_RANK": str(rank % per_node), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(per_node),
+        "MASTER_ADDR": host, "MASTER_PORT": port, "TMPDIR": str(tmp_path),
+    }  # fmt: skip
+    ended = subprocess.run(
+        [
+            sys.executable, "-c", WAITING, "--deepspeed_config", str(write_run_file(tmp_path)),
+            "--run-dir", str(tmp_path / "run"),
+        ],
+        cwd=REPOSITORY, env={**os.environ, **CPU_ONLY, **place}, capture_output=True, text=True,
+        timeout=TIME_LIMIT_SECONDS,
+    )  # fmt: skip
+    assert ended.returncode == 2, ended.stderr
+    (message,) = [line for line in ended.stderr.splitlines() if "[megastable] error" in line]
+    assert what.replace("HOST", host).replace("PORT", port) in message
+    assert "MASTER_ADDR" in message and "Traceback" not in ended.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

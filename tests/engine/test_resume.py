@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from megastable.core.checkpoint_folder import folder_name, newest_complete
+from megastable.checkpoints.folder import folder_name, newest_complete
 from megastable.core.records import TrainingState
-from megastable.engine.checkpoint import load_checkpoint, save_checkpoint
 from megastable.engine.training_engine import TrainingEngine
 from megastable.planning.run_plan import RunPlan
 from tests.support.ranks import run_ranks
-from tests.support.steps import build_engine, train
-from tests.support.tiny_run import run_dict, tiny_run
+from tests.support.steps import build_engine, load, save_now, train
+from tests.support.tiny_run import tiny_run
 from tests.support.tokens import micro_batches
 
 COMMON: dict[str, Any] = {
@@ -56,14 +55,14 @@ def undisturbed_continued_and_resumed(num_stages: int, folder: str) -> dict[str,
         plan, engine = build_engine(run)
         state, first = train(plan, engine, SAVE_AT)
         checkpoints = Path(folder) / name
-        published = save_checkpoint(engine, checkpoints, state, {}, "corpus")
+        published = save_now(engine, checkpoints, state)
         assert newest_complete(checkpoints, warn=print) == published == checkpoints / folder_name(SAVE_AT)
         assert not (checkpoints / "latest").exists()
         continued = train(plan, engine, NUM_STEPS - SAVE_AT, state)[1]
 
         plan, engine = build_engine(run)
         torch.manual_seed(99)  # a resumed process does not come with the right random state by chance
-        loaded = load_checkpoint(engine, published)
+        loaded = load(engine, published)
         assert loaded == state
         resumed = train(plan, engine, NUM_STEPS - SAVE_AT, loaded)[1]
         results[name] = {"continued": _values(first + continued), "resumed": _values(first + resumed)}
@@ -122,13 +121,13 @@ def settings_after_load(folder: str) -> dict[str, Any]:
     common = {"megastable__pipeline__num_stages": 2, "megastable__training__fp16_on_cpu": True}
     plan, engine = build_engine(tiny_run(**common, fp16=fp16, gradient_clipping=0.5))
     state, _ = train(plan, engine, 4)
-    saved = save_checkpoint(engine, Path(folder), state, run_dict(), "corpus")
+    saved = save_now(engine, Path(folder), state)
     scale = engine.deepspeed.optimizer.loss_scale
 
     optimizer = {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.8, 0.9], "weight_decay": 0.3}}
     changed = {**fp16, "initial_scale_power": 4, "loss_scale_window": 77, "min_loss_scale": 8}
     _, engine = build_engine(tiny_run(**common, fp16=changed, gradient_clipping=0.25, optimizer=optimizer))
-    load_checkpoint(engine, saved)
+    load(engine, saved)
     loaded = engine.deepspeed.optimizer
     return {
         "clip": loaded.clip_grad,

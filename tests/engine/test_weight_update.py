@@ -9,8 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from megastable.engine.flat_partitions import FlatPartition
+from megastable.core.pieces import Shard
+from megastable.engine.flat_partitions import FlatPartition, HeldParameter, _counts_here
 from megastable.engine.weight_update import NORM_CHUNK, _squares
 
 quick = settings(max_examples=25, deadline=None)
@@ -38,15 +40,17 @@ def test_one_bad_value_shows_wherever_it_is(size: int, bad: float, data: st.Data
 def test_every_element_is_counted_here_or_a_copy(
     parameters: list[tuple[int, bool, bool, bool]], tensor_rank: int
 ) -> None:
-    start, made, expected = 0, [], []
-    for size, split, tied_copy, held in parameters:
-        address = SimpleNamespace(start=start, numel=size)
-        mapping = SimpleNamespace(hp_fragment_address=address) if held else None
-        made.append(SimpleNamespace(_hp_mapping=mapping, model_parallel=split, ds_pipe_replicated=tied_copy))
+    start, held, expected = 0, [], []
+    for size, split, tied_copy, in_share in parameters:
         counts = not tied_copy and (split or tensor_rank == 0)
-        expected += [None if not held else counts] * size
+        mark = SimpleNamespace(model_parallel=split, ds_pipe_replicated=tied_copy)
+        assert _counts_here(mark, tensor_rank) == counts
+        if in_share:
+            span = (start, start + size)
+            held.append(HeldParameter("w", nn.Parameter(), Shard.whole((size,)), (0, size), span, counts))
+        expected += [counts if in_share else None] * size
         start += size
-    partition = FlatPartition(torch.zeros(start), made, tensor_rank)
+    partition = FlatPartition(torch.zeros(start), held)
     seen: list[bool | None] = [None] * start
     for spans, counts in ((partition.counted, True), (partition.copies, False)):
         for first, last in spans:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megastable.core.checkpoint_folder import folder_name, newest_complete, step_folders
+from megastable.checkpoints.folder import folder_name, newest_complete, step_folders
 from megastable.core.errors import UserError
 from megastable.core.init_std import INIT_SCHEMES
 from tests.support.launches import metrics, train_command, write_run_file
@@ -107,12 +107,13 @@ def load_a_bad_weight() -> None:
 
     load = vars(build)["load_checkpoint"]
 
-    def load_checkpoint(engine: Any, folder: Path) -> Any:
-        state = load(engine, folder)
-        if engine.deepspeed.is_last_stage():
-            with torch.no_grad():
-                next(engine.deepspeed.module.parameters()).view(-1)[0] = float("nan")
-        return state
+    def load_checkpoint(folder: Path, manifest: Any, state: Any, layout: Any, seed: int) -> Any:
+        reached = load(folder, manifest, state, layout, seed)
+        with torch.no_grad():
+            for partition in state.partitions:
+                if partition.held and int(os.environ["RANK"]) == 1:
+                    partition.held[0].parameter.view(-1)[0] = float("nan")
+        return reached
 
     vars(build).update(load_checkpoint=load_checkpoint)
 
@@ -150,23 +151,30 @@ def test_a_run_whose_output_nobody_reads_goes_on(trained: tuple[Path, Path], tmp
 
 # Kills inside a save
 
-KILLED_RANK = {"between the files of rank 1": 1, "before rank 0 gives the folder its name": 0}
+KILLED_RANK = {
+    "inside the file of rank 1": 1,
+    "after the file of rank 1": 1,
+    "before rank 0 gives the folder its name": 0,
+}
 
 
 def be_killed_in_a_save(where: str, step: int) -> None:
     """End this rank with SIGKILL in the save of a step, at the named place."""
-    from megastable.engine import checkpoint
+    from megastable.engine import checkpoint, checkpoint_writer
 
     name = folder_name(step)
     if os.environ["RANK"] != str(KILLED_RANK[where]):
         return
-    save = torch.save
-    publish = vars(checkpoint)["publish"]
+    write_tensors = vars(checkpoint)["write_tensors"]
+    publish = vars(checkpoint_writer)["publish"]
 
-    def save_and_die(value: Any, file: Any, *arguments: Any, **keywords: Any) -> None:
-        save(value, file, *arguments, **keywords)
-        if name in str(file):
-            os.kill(os.getpid(), signal.SIGKILL)
+    def write_and_die(path: Path, tensors: dict[str, Any]) -> Any:
+        if name not in str(path):
+            return write_tensors(path, tensors)
+        if where.startswith("inside"):
+            tensors = dict(list(tensors.items())[:5])
+        write_tensors(path, tensors)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def die_or_publish(partial: Path, final: Path) -> None:
         if final.name == name:
@@ -174,8 +182,8 @@ def be_killed_in_a_save(where: str, step: int) -> None:
         publish(partial, final)
 
     if KILLED_RANK[where] == 1:
-        vars(torch).update(save=save_and_die)
-    vars(checkpoint).update(publish=die_or_publish)
+        vars(checkpoint).update(write_tensors=write_and_die)
+    vars(checkpoint_writer).update(publish=die_or_publish)
 
 
 @pytest.mark.parametrize("where", KILLED_RANK)
@@ -187,7 +195,7 @@ def test_a_kill_inside_a_save_leaves_the_older_checkpoint_to_go_on_from(
     finished = run(run_file, run_dir, "--resume", first=be_killed_in_a_save, where=where, step=6)
     dead = KILLED_RANK[where]
     assert finished.exit_codes[dead] == -signal.SIGKILL and finished.exit_codes[1 - dead] == 1, finished.output
-    left = [path for path in (run_dir / "checkpoints").rglob("*.pt") if folder_name(6) in str(path)]
+    left = [path for path in (run_dir / "checkpoints").rglob("*.safetensors") if folder_name(6) in str(path)]
     assert left, "the kill came before the first file"
     finished = run(run_file, run_dir, "--resume")
     assert finished.exit_codes == [0, 0], finished.output
@@ -225,7 +233,7 @@ def test_a_resume_with_nothing_left_says_so_and_changes_nothing(trained: tuple[P
 
 def test_a_resume_and_all_that_it_warns_of_are_events(trained: tuple[Path, Path], tmp_path: Path) -> None:
     run_file, run_dir = copy_of(trained, tmp_path)
-    damaged = next((run_dir / "checkpoints" / folder_name(4)).glob("*.pt"))
+    damaged = next((run_dir / "checkpoints" / folder_name(4)).glob("*.safetensors"))
     damaged.unlink()
     changes = {"optimizer.params.lr": 0.005, "megastable.training.total_steps": 3, "gradient_clipping": 1.0}
     flags = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]

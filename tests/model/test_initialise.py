@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from megastable.config import RunConfig
 from megastable.core.init_std import INIT_SCHEMES
 from megastable.core.model_parts import NORM_KINDS
+from megastable.core.pieces import Shard
 from megastable.model.initialise import draw_weights
 from megastable.model.layers import gpt_layers
-from megastable.model.tensor_parallel import ColumnParallelLinear, OneProcess, RowParallelLinear, Shard
+from megastable.model.tensor_parallel import ColumnParallelLinear, OneProcess, RowParallelLinear
 from tests.support.reference import ReferenceModel
 from tests.support.tiny_run import tiny_run
 from tests.support.tokens import global_batch
@@ -80,7 +81,7 @@ def test_the_std_at_the_width_and_depth_of_a_reported_fault() -> None:
     # h 4096, L 32: sqrt(2/(5h)) = 0.00988, and residual outputs an eighth of it (known failure G1).
     run = run_with("transformers_without_tears", megastable__model__hidden_size=4096, megastable__model__num_layers=32)
     one = OneProcess()
-    into = ColumnParallelLinear(Shard.even((4096, 64), 0, one), one)
+    into = ColumnParallelLinear(Shard.even((4096, 64), 0, one.size, one.rank), one)
     out_of = RowParallelLinear(4096, 64, one)
     draw_weights(nn.ModuleDict({"input": into, "output": out_of}), 5, run)
     assert into.weight.std().item() == pytest.approx(0.009882, rel=0.01)

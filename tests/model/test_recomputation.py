@@ -40,6 +40,8 @@ def test_every_kind_but_the_block_is_a_half() -> None:
 def test_gradients_are_equal_to_the_bit_with_dropout(kinds: list[str]) -> None:
     kept, again = (output_and_gradients(model_of(k, megastable__model__dropout=0.3)) for k in (False, kinds))
     assert all(torch.equal(one, other) for one, other in zip(kept, again, strict=True))
+    without_dropout = output_and_gradients(model_of(False))
+    assert not torch.equal(kept[0], without_dropout[0]), "nothing was dropped"
 
 
 @pytest.mark.parametrize("kinds", CHOICES)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megastable.core.pieces import Shard
 from megastable.model.block import TransformerBlock
 from megastable.model.positions import POSITION_EMBEDDINGS
-from megastable.model.tensor_parallel import ColumnParallelLinear, OneProcess, Shard, Work
+from megastable.model.tensor_parallel import ColumnParallelLinear, OneProcess, Work
 from tests.support.tiny_run import tiny_run
 
 
@@ -55,7 +56,7 @@ def test_a_half_block_sums_once_in_each_direction() -> None:
 
 def test_the_sum_of_input_gradients_travels_during_the_weight_gradient() -> None:
     group = RecordingGroup()
-    layer = ColumnParallelLinear(Shard.even((8, 4), 0, group), group)
+    layer = ColumnParallelLinear(Shard.even((8, 4), 0, group.size, group.rank), group)
     torch.nn.init.ones_(layer.weight)
     output = layer(torch.randn(2, 3, 4, requires_grad=True))
     with RecordedProducts(group.events):

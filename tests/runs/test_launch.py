@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 
-from megastable.core.checkpoint_folder import folder_name
+from megastable.checkpoints.folder import folder_name
 from megastable.data import prepare_corpus
 from megastable.engine import node_work, rendezvous
 from megastable.training import build
@@ -82,7 +82,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
     folder = tmp_path_factory.mktemp("lives")
     run_file = write_run_file(folder, **RUN)
     whole_dir = folder / "whole"
-    killed_dir = folder / "killed"
+    killed_dir = folder / "killed in its middle"  # a blank has to come through the launcher
     writers = ["--set", "csv_monitor.enabled=true", "--set", "csv_monitor.job_name=job"]
     writers += ["--set", "tensorboard.enabled=true"]
     killed = start(train_command(DEEPSPEED, run_file, killed_dir))
@@ -382,11 +382,20 @@ def test_an_unread_hostfile_is_refused_and_shown_once_through_the_launcher(tmp_p
 
 
 @pytest.mark.slow
-def test_a_mistake_shows_through_the_launcher(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--set", "fp16.enabled=maybe"], 'fp16.enabled = "maybe"'),
+        # As a shell splits a path with a blank that is not quoted.
+        (["--load", "my", "run"], "unrecognized arguments: run; a path with a blank has to be quoted"),
+    ],
+)
+def test_a_mistake_shows_through_the_launcher(words: list[str], message: str, tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path, **RUN)
-    refused = run_bounded(train_command(DEEPSPEED, run_file, tmp_path / "run", "--set", "fp16.enabled=maybe"), 60)
+    refused = run_bounded(train_command(DEEPSPEED, run_file, tmp_path / "run", *words), 60)
     assert refused.returncode == 2, refused.stdout
-    assert refused.stdout.count('fp16.enabled = "maybe"') == 1 and "Traceback" not in refused.stdout
+    assert refused.stdout.count(message) == 1 and "Traceback" not in refused.stdout
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_used_run_folder_is_not_written_over(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megastable.engine.training_engine import TrainingEngine
-from megastable.training.entry import RunRequest, run_command
+from megastable.training.entry import run_command
+from megastable.training.start import RunRequest
 
 
 def plant_failure() -> None:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import pytest
 
-from megastable.core.checkpoint_folder import folder_name, step_folders
+from megastable.checkpoints.folder import folder_name, step_folders
 from megastable.training.run_folder import RunFolder
 from tests.support.launches import DEEPSPEED, TORCHRUN, metrics, train_command
 from tests.support.ranks import RANK_WORKER, hosted_store, run_bounded, run_processes, torchrun_variables

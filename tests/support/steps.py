@@ -12,8 +12,12 @@ from typing import Any
 
 import torch.distributed
 
+from megastable.checkpoints.manifest import read_manifest
 from megastable.config import RunConfig
+from megastable.config.training import CheckpointConfig
 from megastable.core.records import TrainingState
+from megastable.engine.checkpoint import RunRecord, load_checkpoint
+from megastable.engine.checkpoint_writer import CheckpointWriter
 from megastable.engine.device import allow_fp16_on_cpu
 from megastable.engine.progress import Progress
 from megastable.engine.training_engine import TrainingEngine
@@ -25,7 +29,7 @@ def build_engine(run: RunConfig, progress: Progress | None = None) -> tuple[RunP
     """Build the real engine of ``run`` on the world of this process."""
     allow_fp16_on_cpu(run)
     plan = RunPlan.of(run, torch.distributed.get_world_size())
-    engine = TrainingEngine(run, plan.layout, plan.ramp, Path(tempfile.gettempdir()), progress)
+    engine = TrainingEngine(run, plan.layout, plan.ramp, Path(tempfile.gettempdir()), progress=progress)
     _let_computation_go_first()
     return plan, engine
 
@@ -44,6 +48,21 @@ def _let_computation_go_first() -> None:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             if (task / "comm").read_text().startswith("gloo_tcp_loop"):
                 os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
+
+
+def save_now(engine: TrainingEngine, checkpoints: Path, state: TrainingState, **record: Any) -> Path:
+    """Save the engine's state and return the checkpoint, once it is published."""
+    known: dict[str, Any] = {"run": {}, "corpus_fingerprint": "corpus", "monitors": {}, "loss": None, "eval_loss": None}
+    writer = CheckpointWriter(checkpoints, engine.model_state, engine.layout, CheckpointConfig(asynchronous=False))
+    writer.save(RunRecord(state, **{**known, **record}))
+    (outcome,) = writer.outcomes()
+    assert outcome.fault is None, outcome.fault
+    return outcome.folder
+
+
+def load(engine: TrainingEngine, checkpoint: Path) -> TrainingState:
+    """Bring the engine to where the checkpoint was saved."""
+    return load_checkpoint(checkpoint, read_manifest(checkpoint), engine.model_state, engine.layout, seed=1)
 
 
 def train(

@@ -23,12 +23,12 @@ from megastable.core.layers import FlatLayer
 from megastable.core.lr_schedule import LR_SCHEDULES, DecaySchedule
 from megastable.core.model_parts import FEED_FORWARD_KINDS
 from megastable.core.partition import PARTITIONS
+from megastable.core.pieces import Shard
 from megastable.data.sources import SOURCES, SourceKind
 from megastable.data.text_tokenizers import TOKENIZERS
 from megastable.model.block import FEED_FORWARDS
 from megastable.model.tensor_parallel import (
     RowParallelLinear,
-    Shard,
     SplitLayer,
     TensorGroup,
     column_parallel_linear,
@@ -157,9 +157,9 @@ class ToySplitLinear(SplitLayer):
         super().__init__(shard, tensor)
         self.bias = nn.Parameter(self.weight.new_zeros(shard.shape[0]))
 
-    def split_parameters(self) -> list[nn.Parameter]:
-        """List both."""
-        return [self.weight, self.bias]
+    def parameter_shards(self) -> dict[nn.Parameter, Shard]:
+        """Say which part is the rank's of both."""
+        return {self.weight: self.shard, self.bias: self.shard.of_rows}
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, seq, in) to (batch, seq, share of out)."""
@@ -171,7 +171,8 @@ class ToySplitFeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig, tensor: TensorGroup) -> None:
         super().__init__()
-        self.input = ToySplitLinear(Shard.even((config.ffn_size, config.hidden_size), 0, tensor), tensor)
+        shard = Shard.even((config.ffn_size, config.hidden_size), 0, tensor.size, tensor.rank)
+        self.input = ToySplitLinear(shard, tensor)
         self.output = RowParallelLinear(config.ffn_size, config.hidden_size, tensor)
 
     def forward(self, x: Tensor) -> Tensor:

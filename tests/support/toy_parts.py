@@ -23,11 +23,12 @@ from megastable.core.model_parts import (
     NormKind,
     PositionKind,
 )
+from megastable.core.pieces import Shard, Span, share_of
 from megastable.model.attention import ATTENTION_BACKENDS
 from megastable.model.block import FEED_FORWARDS
 from megastable.model.positions import POSITION_EMBEDDINGS, AttentionBias, PositionEmbedding
 from megastable.model.residual_stream import NORMS
-from megastable.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, Shard, TensorGroup
+from megastable.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorGroup
 
 NAME = "toy"
 PATHS = 3
@@ -38,7 +39,9 @@ class ToyFeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig, tensor: TensorGroup) -> None:
         super().__init__()
-        rows = torch.arange(PATHS * config.ffn_size).view(PATHS, tensor.size, -1)[:, tensor.rank].flatten()
+        rows: tuple[Span, ...] = ()
+        for path in range(PATHS):
+            rows += share_of([(path * config.ffn_size, (path + 1) * config.ffn_size)], tensor.size, tensor.rank)
         self.input = ColumnParallelLinear(Shard((PATHS * config.ffn_size, config.hidden_size), 0, rows), tensor)
         self.output = RowParallelLinear(config.ffn_size, config.hidden_size, tensor)
 

@@ -20,6 +20,7 @@ FLOORS = {
     "model": 2,
     "data": 2,
     "monitors": 2,
+    "checkpoints": 2,
     "engine": 3,
     "training": 4,
     "cli": 5,
@@ -121,11 +122,13 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert used == {}
 
 
-def test_launch_imports_the_entry_only() -> None:
+def test_launch_imports_its_command_line_and_what_leads_a_run_only() -> None:
     (path,) = (REPOSITORY / "launch").glob("*.py")
     used = {name for name in imports_of_file(path) if is_within(name, "megastable")}
     assert used
-    assert all(is_within(name, "megastable.training.entry") for name in used)
+    # A script reads its command line as every script does.
+    allowed = ("megastable.training.entry", "megastable.training.start", "megastable.core.scripts")
+    assert all(any(is_within(name, module) for module in allowed) for name in used)
     others = {name.split(".")[0] for name in imports_of_file(path)} - {"megastable"}
     assert others <= sys.stdlib_module_names
 
@@ -211,9 +214,16 @@ def test_config_needs_neither_torch_nor_deepspeed_nor_numpy() -> None:
     assert finished.returncode == 0, finished.stderr
 
 
+def test_checkpoints_need_neither_torch_nor_deepspeed_nor_numpy() -> None:
+    script = BLOCK_HEAVY + "import_all('megastable.checkpoints')\nassert 'megastable.checkpoints.verify' in sys.modules"
+    finished = run_python(script=script)
+    assert finished.returncode == 0, finished.stderr
+
+
 PLAN_AND_RUN = """
 from pathlib import Path
-from megastable.training.entry import RunRequest, run_command
+from megastable.training.entry import run_command
+from megastable.training.start import RunRequest
 from megastable.planning.run_plan import RunPlan
 from megastable.config import load_run_file
 

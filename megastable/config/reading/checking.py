@@ -30,13 +30,17 @@ from megastable.config.refused_keys import REFUSED_KEYS
 from megastable.config.rules import RULES, broken_rules
 from megastable.config.run_config import MegastableConfig, RunConfig
 from megastable.config.section import Section, keys_of, section_types
+from megastable.core.records import FRESH, TrainingState
 
 
-def check(raw: Mapping[str, Any], world_size: int | None = None) -> tuple[RunConfig | None, list[Fault]]:
+def check(
+    raw: Mapping[str, Any], world_size: int | None = None, state: TrainingState = FRESH
+) -> tuple[RunConfig | None, list[Fault]]:
     """Return the run and no faults, or None and all faults that can be found without fixing one first.
 
     Args:
         world_size: processes that it is launched on, where that is known.
+        state: how far the run is that it continues.
     """
     faults: list[Fault] = []
     cleaned = copy.deepcopy(dict(raw))
@@ -50,10 +54,38 @@ def check(raw: Mapping[str, Any], world_size: int | None = None) -> tuple[RunCon
             _mend_key(cleaned, place, written_as)
         run, errors = _validate(cleaned)
     faults += [_value_fault(error, written_as) for error in errors]
-    faults += broken_rules({**_valid_sections(cleaned), **_launched_run(cleaned, world_size)}, RULES)
+    faults += broken_rules({**_valid_sections(cleaned), **_launched_run(cleaned, world_size, state)}, RULES)
     if faults:
         return None, faults
     return run, faults
+
+
+def faults_of_change(run: RunConfig, changed: Mapping[str, Mapping[str, Any]]) -> list[Fault]:
+    """Return the faults that a sound run has with other values of some keys.
+
+    They are those of ``check``, where the number of processes is not known. Only the changed sections and the rules
+    that read them are looked at, so that thousands of variants of a run can be judged in a second.
+
+    Args:
+        changed: section of "megastable" -> key -> new value.
+    """
+    sections = _sections_of(run)
+    faults: list[Fault] = []
+    for name, values in changed.items():
+        section: Section = getattr(run.megastable, name)
+        kind = type(section)
+        raw = {**section.model_dump(mode="json", by_alias=True, exclude_none=True), **values}
+        try:
+            sections[kind] = kind.model_validate_json(json.dumps(raw))
+        except ValidationError as error:
+            del sections[kind]
+            for detail in error.errors(include_url=False):
+                detail["loc"] = ("megastable", name, *detail["loc"])
+                faults.append(_value_fault(detail, {}))
+    kinds = {type(getattr(run.megastable, name)) for name in changed}
+    concerned = [rule for rule in RULES if not kinds.isdisjoint(rule.sections.values())]
+    others = {rule.function for rule in RULES if rule not in concerned}
+    return [*faults, *broken_rules(sections, concerned, others)]
 
 
 def _validate(raw: Mapping[str, Any]) -> tuple[RunConfig | None, list[ErrorDetails]]:
@@ -113,6 +145,17 @@ def _valid_sections(raw: Mapping[str, Any]) -> dict[type[Section], Section]:
     return found
 
 
+def _sections_of(run: RunConfig) -> dict[type[Section], Section]:
+    """Return the sections of a valid run by their types, as ``_valid_sections`` does of what is read."""
+    return {
+        kind: getattr(owner, name)
+        for owner in (run, run.megastable)
+        for name, field in type(owner).model_fields.items()
+        for kind in section_types(field.annotation)
+        if getattr(owner, name) is None or isinstance(getattr(owner, name), kind)
+    }
+
+
 def _valid_fields(owner: type[Section], raw: Mapping[str, Any]) -> Iterator[tuple[type[Section], Section]]:
     for key, field in keys_of(owner).items():
         for kind in section_types(field.annotation):
@@ -126,10 +169,16 @@ def _valid_fields(owner: type[Section], raw: Mapping[str, Any]) -> Iterator[tupl
                     continue  # Its faults are already listed by the check of the whole file.
 
 
-def _launched_run(raw: Mapping[str, Any], world_size: int | None) -> dict[type[Section], Section]:
+def _launched_run(raw: Mapping[str, Any], world_size: int | None, state: TrainingState) -> dict[type[Section], Section]:
     key = "train_micro_batch_size_per_gpu"
     size = raw.get(key, RunConfig.model_fields[key].default)
     # An illegal size is listed already, and no batch can be divided by it. type(): true is 1 to Python.
     if world_size is None or type(size) is not int or not 1 <= size <= LARGEST_BATCH:
         return {}
-    return {LaunchedRun: LaunchedRun(world_size=world_size, micro_batch_size=size)}
+    launched = LaunchedRun(
+        world_size=world_size,
+        micro_batch_size=size,
+        first_step=state.step,
+        first_sample=state.consumed_samples,
+    )
+    return {LaunchedRun: launched}

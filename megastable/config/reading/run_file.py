@@ -11,15 +11,19 @@ from megastable.config.limits import DEEPEST_NESTING
 from megastable.config.reading.checking import check
 from megastable.config.reading.faults import LONGEST_SHOWN_VALUE, NO_VALUE, ConfigError, Fault, UnreadableRunFileError
 from megastable.config.run_config import RunConfig
+from megastable.core.records import FRESH, TrainingState
 
 
-def load_run_file(path: Path | str, overrides: Sequence[str] = (), world_size: int | None = None) -> RunConfig:
+def load_run_file(
+    path: Path | str, overrides: Sequence[str] = (), world_size: int | None = None, state: TrainingState = FRESH
+) -> RunConfig:
     """Read and check a run file.
 
     Args:
         path: a JSON file with DeepSpeed's keys and a section "megastable".
         overrides: ``path.to.key=value`` each; the path is the file's own, the value JSON or a bare string.
         world_size: processes that it is launched on; None leaves out what depends on their number.
+        state: how far the run is that it continues: only the batches that are left have to divide.
 
     Raises:
         UnreadableRunFileError: the file cannot be read or is not JSON.
@@ -29,11 +33,15 @@ def load_run_file(path: Path | str, overrides: Sequence[str] = (), world_size: i
     raw, faults = _read(Path(path))
     if not isinstance(raw, dict):
         raise UnreadableRunFileError(source, [Fault("", NO_VALUE, "the file must hold a JSON object: {...}")])
-    return _checked(raw, source, overrides, faults, world_size)
+    return _checked(raw, source, overrides, faults, world_size, state)
 
 
 def run_from_dict(
-    raw: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "run", world_size: int | None = None
+    raw: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    source: str = "run",
+    world_size: int | None = None,
+    state: TrainingState = FRESH,
 ) -> RunConfig:
     """Check a run that is already parsed, such as a dumped ``RunConfig``; ``raw`` is left as it is.
 
@@ -41,7 +49,7 @@ def run_from_dict(
         ConfigError: as ``load_run_file``; ``source`` stands in for the file's name.
     """
     # A copy through JSON: overrides write into it, and tuples of a Python caller become lists.
-    return _checked(json.loads(json.dumps(raw)), source, overrides, [], world_size)
+    return _checked(json.loads(json.dumps(raw)), source, overrides, [], world_size, state)
 
 
 def json_schema() -> dict[str, Any]:
@@ -59,10 +67,15 @@ def json_schema() -> dict[str, Any]:
 
 
 def _checked(
-    raw: dict[str, Any], source: str, overrides: Sequence[str], faults: Sequence[Fault], world_size: int | None
+    raw: dict[str, Any],
+    source: str,
+    overrides: Sequence[str],
+    faults: Sequence[Fault],
+    world_size: int | None,
+    state: TrainingState,
 ) -> RunConfig:
     all_faults = [*faults, *apply_overrides(raw, overrides)]
-    run, found = check(raw, world_size)
+    run, found = check(raw, world_size, state)
     all_faults += found
     if run is None or all_faults:
         raise ConfigError(source, all_faults)

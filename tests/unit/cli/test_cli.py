@@ -61,6 +61,15 @@ def test_rows_are_the_lines(run_dir: Path) -> None:
     assert len(read_metrics(run_dir / "metrics.jsonl")) == 1 + len(HARD_STEPS)
 
 
+@pytest.mark.parametrize("line", [b"7", b"null", b"\xff\xfe", b"{}", b"[" * 100_000, b'{"loss": "x"}', b'{"step": 9'])
+def test_plot_leaves_out_lines_that_cannot_be_read(run_dir: Path, tmp_path: Path, line: bytes) -> None:
+    readable = read_metrics(run_dir / "metrics.jsonl")
+    with open(run_dir / "metrics.jsonl", "ab") as file:
+        file.write(line + b"\n" + json.dumps({**readable[-1], "loss": "x", "global_batch_size": []}).encode() + b"\n")
+    assert len(read_metrics(run_dir / "metrics.jsonl")) == len(readable) + 1
+    plot_run(run_dir, tmp_path / "out.svg")
+
+
 @pytest.mark.parametrize("left", ["nothing", "an empty file"])
 def test_a_folder_without_metrics_is_one_message_and_exit_code_2(
     tmp_path: Path, left: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -94,9 +103,10 @@ def test_a_killed_run_can_be_drawn(run_dir: Path, tmp_path: Path) -> None:
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write(step_metrics().to_json()[:40])
     plot_run(run_dir, tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("name", ["out.doc", "no_such_folder/out.png"])
 def test_an_output_that_cannot_be_written_is_a_users_mistake(run_dir: Path, tmp_path: Path, name: str) -> None:
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=str(tmp_path / name)):
         plot_run(run_dir, tmp_path / name)

@@ -42,7 +42,7 @@ SHOWN = (
     "my_run", "running, newest step 3 s ago",
     "model 4 layers, hidden 128, 4 heads, sequence 128, vocabulary 2048, fp32",
     "layout 2 stages x 2 replicas x 1 tensor ranks = 4 processes",
-    "step 30 / 360", "samples 480 / 7,176 (6.7%)", "tokens 61,440", "left 3 min 29 s",
+    "step 30 / 360", "samples 480 / 8,136 (5.9%)", "tokens 61,440", "left 3 min 59 s",
     "loss 4.7000, volatility 0.06250", "gradient norm 0.6250 before clipping", "clip coefficient 0.8750",
     "learning rate 3.00e-04", "loss scale 4,096", "skipped no; 0 of the last 30 steps",
     "batch 16 = 2 micro-batches of 4 x 2 replicas", "speed 4,321 tokens/s, 0.5 s a step",

@@ -14,6 +14,7 @@ from megastable.cli import run_files
 from megastable.cli.run_files import Row, RunReader, Tail, number
 from megastable.config import load_run_file
 from megastable.core.errors import UserError
+from megastable.core.records import TrainingState
 from megastable.planning.run_plan import RunPlan
 from megastable.training.run_folder import RunFolder
 from tests.unit.cli.watch_examples import (
@@ -130,7 +131,32 @@ def test_a_line_that_is_no_object_is_left_out(metrics: Path, line: bytes) -> Non
     assert steps_in(RunReader(metrics.parent)) == [1, 2]
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "1", True, [], {}])
+@settings(max_examples=25, deadline=None)
+@given(step=st.integers(0, 400), samples=st.integers(0, 8000))
+def test_the_length_is_that_of_the_way_that_the_run_has_come(
+    tmp_path_factory: pytest.TempPathFactory, step: int, samples: int
+) -> None:
+    """Not of the run file alone: a resume with another batch has led off its way."""
+    folder = tmp_path_factory.mktemp("run")
+    write_config(folder)
+    write_rows(folder / "metrics.jsonl", [metrics_row(step, consumed_samples=samples)])
+    length = state_of(folder).length
+    assert length is not None
+    run = load_run_file(QUICKSTART)
+    if not run.megastable.training.goes_on(step, samples):
+        assert (length.total_steps, length.total_samples) == (step, samples)
+    else:
+        assert length == RunPlan.of(run, 2, TrainingState(step, samples)).length
+
+
+@pytest.mark.parametrize("value", ["7", -1, 7.5, True, None, 10**400, "\x1b"])
+def test_counts_that_are_none_leave_the_length_of_the_file(tmp_path: Path, value: object) -> None:
+    write_config(tmp_path)
+    write_rows(tmp_path / "metrics.jsonl", [metrics_row(1, consumed_samples=value)])
+    assert state_of(tmp_path).length == RunPlan.of(load_run_file(QUICKSTART), 2).length
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "1", True, [], {}, 10**400, -(10**4000)])
 def test_what_is_no_finite_number_is_none(value: object) -> None:
     assert number({"key": value}, "key") is None
     assert number({}, "key") is None
@@ -187,7 +213,7 @@ def test_a_config_of_another_version_is_a_fault_and_a_new_one_is_read(tmp_path: 
 
 def test_length_and_layout_are_those_of_the_plan(tmp_path: Path) -> None:
     write_config(tmp_path)
-    write_rows(tmp_path / "metrics.jsonl", [metrics_row(1)])
+    write_rows(tmp_path / "metrics.jsonl", [metrics_row(1, consumed_samples=8)])
     plan = RunPlan.of(load_run_file(QUICKSTART), world_size=4)
     state = state_of(tmp_path)
     assert state.length == plan.length

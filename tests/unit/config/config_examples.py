@@ -125,7 +125,7 @@ FULL: dict[str, Any] = {
             "world_size": 4,
             "fp16_on_cpu": True,
         },
-        "checkpoint": {"save_interval": 5},
+        "checkpoint": {"save_interval": 5, "keep_last": 3, "keep_every": 50, "keep_best": 2, "on_failure": "stop"},
         "logging": {"interval": 1},
     },
 }

@@ -88,8 +88,8 @@ def test_a_key_in_the_wrong_section_is_told_where_it_belongs() -> None:
 
 
 def test_a_key_like_no_other_is_told_what_is_legal() -> None:
-    (fault,) = faults_of(with_value(MINIMAL, "megastable.checkpoint.zzz", 4))
-    assert fault.message == "unknown key; legal keys here are save_interval"
+    (fault,) = faults_of(with_value(MINIMAL, "megastable.logging.zzz", 4))
+    assert fault.message == "unknown key; legal keys here are interval"
 
 
 def test_unknown_keys_of_a_typed_section_are_told_that_types_keys() -> None:

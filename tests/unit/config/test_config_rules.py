@@ -24,6 +24,7 @@ PARTITION = f"{M}.pipeline.partition"
 STABLE = (f"{M}.lr_schedule.type=warmup_stable_decay",)
 NINE_STEPS = (f"{M}.training.total_samples=null", f"{M}.training.total_steps=9")
 AUTO = (f"{M}.batch_rampup.micro_batch_size=auto", f"{M}.batch_rampup.calibration=A100")
+EVALUATED = (f"{M}.training.eval_interval=5",)
 LINEAR = '"start": 8, "increment": 8, "final": 32'
 TRIES_MANY = (
     f'{M}.batch_rampup={{"start": 1, "increment": 1, "final": 400, "ramp_samples": 9}}',
@@ -192,6 +193,33 @@ CASES = (
         (f"{M}.training.eval_interval=1", f"{M}.data.validation_fraction=0"),
         f"{M}.training.eval_interval",
         (f"{M}.data.validation_fraction=0",),
+    ),
+    Case(
+        "kept_beside_the_last",
+        (f"{M}.checkpoint.keep_every=10",),
+        f"{M}.checkpoint.keep_every",
+        (f"{M}.checkpoint.keep_every=10", f"{M}.checkpoint.keep_last=1"),
+    ),
+    Case(
+        "kept_beside_the_last",
+        (f"{M}.checkpoint.keep_best=1", *EVALUATED),
+        f"{M}.checkpoint.keep_best",
+        (f"{M}.checkpoint.keep_best=1", f"{M}.checkpoint.keep_last=1", *EVALUATED),
+    ),
+    *(
+        Case(
+            "keep_every_meets_the_saves",
+            (f"{M}.checkpoint.save_interval=3", f"{M}.checkpoint.keep_last=1", f"{M}.checkpoint.keep_every=10"),
+            f"{M}.checkpoint.keep_every",
+            (f"{M}.checkpoint.save_interval={saves}", f"{M}.checkpoint.keep_last=1", f"{M}.checkpoint.keep_every=10"),
+        )
+        for saves in ("5", "10", "0", "null")
+    ),
+    Case(
+        "best_checkpoints_need_evaluation",
+        (f"{M}.checkpoint.keep_best=1", f"{M}.checkpoint.keep_last=1"),
+        f"{M}.checkpoint.keep_best",
+        (f"{M}.checkpoint.keep_best=1", f"{M}.checkpoint.keep_last=1", *EVALUATED),
     ),
     Case("ramp_has_one_form", (f"{M}.batch_rampup={{}}",), f"{M}.batch_rampup", (f"{M}.batch_rampup.final=7",)),
     Case(

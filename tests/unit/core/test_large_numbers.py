@@ -30,7 +30,8 @@ def cut_with_one_heavy_end() -> None:
 
 
 def nearly_equal_stages() -> None:
-    passes = PassSeconds((1.0, 1.0 - 1e-6, 1.0), (2.0, 2.0, 2.0))
+    # The second stage is ahead of the first by so little a micro-batch that a million pass before it waits.
+    passes = PassSeconds((1.5, 2.0, 1.0), (1.5, 0.9, 2.0 - 1e-7))
     assert pipeline_seconds(passes, HUGE) == pytest.approx(3 * (HUGE + 2), rel=1e-5)
 
 

@@ -51,6 +51,15 @@ def test_stages_that_do_not_divide_are_refused_with_every_factor(world_size: int
     assert instead in text
 
 
+@pytest.mark.parametrize(("num_stages", "tensor_size"), [(2, 1), (1, 2), (4, 3)])
+def test_one_process_is_told_the_one_choice_that_it_has(num_stages: int, tensor_size: int) -> None:
+    with pytest.raises(UserError) as caught:
+        ParallelLayout.of_world(1, num_stages, tensor_size)
+    need = num_stages * tensor_size
+    assert str(caught.value).endswith(f"Launch {need} processes, or choose stages and tensor size of 1.")
+    assert "divides" not in str(caught.value)
+
+
 @quick
 @given(num_stages=st.integers(1, 12), tensor_size=st.integers(1, 8), replicas=st.integers(1, 12))
 def test_tensor_ranks_are_a_factor_of_the_world(num_stages: int, tensor_size: int, replicas: int) -> None:

@@ -108,6 +108,21 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line(tmp_path: Path, capfd: py
 
 
 @needs_full
+def test_what_waits_for_room_is_written_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    files = (tmp_path / "metrics.jsonl", tmp_path / "events.jsonl")
+    for path in files:
+        path.symlink_to(FULL)
+    with Recorder(*files, NoWriters(), PlainLines(9, 9)) as recorder:
+        recorder.record(step_metrics(step=1))
+        recorder.record_event(Event(1, 1, "skip", "text", {}))
+        for path in files:
+            path.unlink()
+    for path in files:
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1]
+    assert "never written" not in capfd.readouterr().err
+
+
+@needs_full
 def test_what_was_never_written_is_reported_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
     path.symlink_to(FULL)

@@ -1,0 +1,199 @@
+"""Writes checkpoints in the background: training waits for a copy of the state, and for nothing else.
+
+On every rank a thread writes the copy to the rank's own file. The threads agree through a process group of their own,
+so that nothing of it meets the collectives of training, and rank 0 publishes what all have written. At most one save is
+under way.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megastable.checkpoints.folder import PARTIAL_SUFFIX, folder_name, publish
+from megastable.checkpoints.manifest import write_manifest
+from megastable.checkpoints.thinning import space_fault, thin
+from megastable.checkpoints.verify import faults_of_file
+from megastable.config.training import CheckpointConfig
+from megastable.core.errors import UserError
+from megastable.core.layout import ParallelLayout
+from megastable.engine.checkpoint import RankRecord, RunRecord, make_manifest, num_state_bytes, write_pieces
+from megastable.engine.model_state import ModelState, Snapshot
+
+ATTEMPTS = 2
+RETRY_SECONDS = 3.0
+SLOWEST_WRITE = timedelta(hours=24)
+"""A rank that has written waits for the others; what writes this long is not alive."""
+SPARE_BYTES = 2**20
+"""What the manifest and the random generators may take beside the tensors, for each rank."""
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """How a save has ended; the same on every rank, but known on each when its thread learns of it.
+
+    Attributes:
+        step: of the state that was saved.
+        folder: the published checkpoint.
+        fault: why there is none; None where there is.
+        seconds: from the copy to the publication.
+        stall_seconds: what training waited for it.
+    """
+
+    step: int
+    folder: Path
+    fault: str | None
+    seconds: float
+    stall_seconds: float
+
+
+class CheckpointWriter:
+    """Saves the state of a run below ``checkpoints``; collective but for what only looks at an outcome.
+
+    Args:
+        config: whether to write in the background, and which checkpoints to keep.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Path,
+        state: ModelState,
+        layout: ParallelLayout,
+        config: CheckpointConfig,
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._state = state
+        self._layout = layout
+        self._config = config
+        self._rank = dist.get_rank()
+        self._group = dist.new_group(backend="gloo", timeout=SLOWEST_WRITE)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._buffers: Snapshot | None = None
+        self._under_way: Future[SaveOutcome] | None = None
+        self._ended: list[SaveOutcome] = []
+        self._bytes_of_all = sum(self._gathered(num_state_bytes(state.partitions) + SPARE_BYTES))
+
+    def save(self, record: RunRecord) -> None:
+        """Begin to save the state as it is; a save that is still under way is waited for first."""
+        started = time.perf_counter()
+        self.wait()
+        if self._config.asynchronous:
+            self._buffers = self._state.snapshot(reused=self._buffers)
+            snapshot = self._buffers
+        else:
+            snapshot = self._state.as_it_is()
+        write = partial(self._write, record, snapshot, started, time.perf_counter() - started)
+        if self._config.asynchronous:
+            self._under_way = self._thread.submit(write)
+        else:
+            self._ended.append(write())
+
+    def outcomes(self) -> list[SaveOutcome]:
+        """Return, once each, the saves that have ended.
+
+        Raises:
+            Exception: whatever the thread met that is no fault of the disk.
+        """
+        if self._under_way is not None and self._under_way.done():
+            self.wait()
+        ended = self._ended
+        self._ended = []
+        return ended
+
+    def wait(self) -> None:
+        """Return once no save is under way."""
+        if self._under_way is not None:
+            self._ended.append(self._under_way.result())
+            self._under_way = None
+
+    def _write(self, record: RunRecord, snapshot: Snapshot, started: float, stall_seconds: float) -> SaveOutcome:
+        final = self._checkpoints / folder_name(record.state.step)
+        fault = None
+        for attempt in range(ATTEMPTS):
+            if attempt > 0:
+                time.sleep(RETRY_SECONDS)
+            fault = self._attempt(final, record, snapshot)
+            if fault is None:
+                break
+        seconds = time.perf_counter() - started
+        return SaveOutcome(
+            record.state.step, final, fault, seconds, stall_seconds if self._config.asynchronous else seconds
+        )
+
+    def _attempt(self, final: Path, record: RunRecord, snapshot: Snapshot) -> str | None:
+        """Write and publish once; return why that did not work, the same on every rank."""
+        partial_folder = final.with_name(final.name + PARTIAL_SUFFIX)
+        fault = self._said_by_rank_0(lambda: self._prepare(partial_folder))
+        if fault is not None:
+            return fault
+        own: RankRecord | str
+        try:
+            own = write_pieces(partial_folder, self._rank, self._state.partitions, snapshot)
+        except OSError as error:
+            own = f"{self._layout.describe(self._rank)}: {error}"
+        written = self._gathered(own)
+        fault = self._said_by_rank_0(lambda: self._publish(partial_folder, final, record, snapshot, written))
+        if fault is None and self._config.keep_last is not None and isinstance(own, RankRecord):
+            fault = self._thin(final, record.state.step, own)
+        return fault
+
+    def _prepare(self, partial_folder: Path) -> str | None:
+        shutil.rmtree(partial_folder, ignore_errors=True)  # of an attempt that failed
+        fault = space_fault(partial_folder.parent, self._bytes_of_all)
+        if fault is None:
+            partial_folder.mkdir(parents=True)
+        return fault
+
+    def _publish(
+        self,
+        partial_folder: Path,
+        final: Path,
+        record: RunRecord,
+        snapshot: Snapshot,
+        written: list[RankRecord | str],
+    ) -> str | None:
+        faults = [rank for rank in written if isinstance(rank, str)]
+        if faults:
+            shutil.rmtree(partial_folder, ignore_errors=True)  # the space is wanted
+            return "; ".join(faults)
+        ranks = [rank for rank in written if isinstance(rank, RankRecord)]
+        write_manifest(make_manifest(record, self._layout, snapshot, ranks), partial_folder)
+        publish(partial_folder, final)
+        return None
+
+    def _thin(self, final: Path, step: int, own: RankRecord) -> str | None:
+        """Delete older checkpoints that are not to be kept, once this one was read back and is what was written."""
+        found = self._gathered(faults_of_file(final, own.file_name, own.file))
+        faults = [fault for fault in found if fault is not None]
+        if faults:
+            return f"what was written cannot be read back: {', '.join(faults)}"
+
+        def delete() -> None:
+            thin(self._checkpoints, step, self._config)
+
+        return self._said_by_rank_0(delete)
+
+    def _said_by_rank_0(self, act: Callable[[], str | None]) -> str | None:
+        """Let rank 0 act, and tell every rank what it says is wrong; a disk that does not do what it should is that."""
+        said: list[str | None] = [None]
+        if self._rank == 0:
+            try:
+                said[0] = act()
+            except (OSError, UserError) as error:
+                said[0] = str(error)
+        dist.broadcast_object_list(said, src=0, group=self._group)
+        return said[0]
+
+    def _gathered(self, value: Any) -> list[Any]:
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, value, group=self._group)
+        return everywhere

@@ -1,0 +1,72 @@
+"""Saves the checkpoints of a run, and says how each save has ended."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from megastable.core.records import Event, TrainingState
+from megastable.engine.checkpoint import RunRecord
+from megastable.engine.checkpoint_writer import CheckpointWriter, SaveOutcome
+from megastable.engine.progress import Progress
+from megastable.monitors import Monitors
+from megastable.training.recorder import Recorder, SilentRecorder
+
+
+class Checkpoints:
+    """Feeds the writer with what a checkpoint holds, and the recorder with what became of it.
+
+    Args:
+        run: the run file as a dictionary.
+    """
+
+    def __init__(
+        self,
+        writer: CheckpointWriter,
+        monitors: Monitors,
+        recorder: Recorder | SilentRecorder,
+        run: dict[str, Any],
+        corpus_fingerprint: str,
+        progress: Progress,
+    ) -> None:
+        self._writer = writer
+        self._monitors = monitors
+        self._recorder = recorder
+        self._run = run
+        self._corpus_fingerprint = corpus_fingerprint
+        self._progress = progress
+        self._consumed_samples: dict[int, int] = {}
+        self._last: SaveOutcome | None = None
+
+    def save(self, state: TrainingState, loss: float, eval_loss: float | None) -> None:
+        """Begin to save the state as it is, with the losses of its last step; collective."""
+        self._consumed_samples[state.step] = state.consumed_samples
+        # Copied, since the monitors go on while it is written.
+        monitors = copy.deepcopy(self._monitors.state_dict())
+        record = RunRecord(state, self._run, self._corpus_fingerprint, monitors, loss, eval_loss)
+        with self._progress.at_length("saving"):
+            self._writer.save(record)
+
+    def report(self) -> list[SaveOutcome]:
+        """Show and return the saves that have ended since; one that failed is an event, too."""
+        outcomes = self._writer.outcomes()
+        for outcome in outcomes:
+            self._show(outcome)
+            self._last = outcome
+        return outcomes
+
+    def finish(self) -> SaveOutcome | None:
+        """Wait for a save that is under way, show how it ended, and return the outcome of the last save of this run."""
+        with self._progress.at_length("waiting for a save"):
+            self._writer.wait()
+        self.report()
+        return self._last
+
+    def _show(self, outcome: SaveOutcome) -> None:
+        consumed_samples = self._consumed_samples.pop(outcome.step)
+        if outcome.fault is None:
+            self._recorder.note(f"saved {outcome.folder}")
+            return
+        text = f"no checkpoint of step {outcome.step}: {outcome.fault}"
+        data = {"checkpoint": str(outcome.folder), "fault": outcome.fault}
+        self._recorder.record_event(Event(outcome.step, consumed_samples, "save_failed", text, data))

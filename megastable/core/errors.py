@@ -43,6 +43,10 @@ class UserError(Exception):
         return shown(super().__str__(), keep="\n")
 
 
+class RunFolderError(UserError):
+    """A run folder that this run may not write, which rank 0 alone finds out, for the others leave the folder to it."""
+
+
 class RunStoppedError(UserError):
     """A run that stops itself, on all ranks together, because going on would be a waste or would do harm.
 

@@ -188,7 +188,8 @@ class CheckpointWriter:
         if self._rank == 0:
             try:
                 said[0] = act()
-            except (OSError, UserError) as error:
+            # A ValueError is of a manifest that breaks a rule; the other ranks wait for an answer all the same.
+            except (OSError, UserError, ValueError) as error:
                 said[0] = str(error)
         dist.broadcast_object_list(said, src=0, group=self._group)
         return said[0]

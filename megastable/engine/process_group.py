@@ -18,6 +18,7 @@ import psutil
 import torch
 import torch.distributed
 from deepspeed.accelerator import get_accelerator
+from torch._C._distributed_c10d import Store
 
 from megastable.core.errors import EXIT_CODE_FAILURE, DamagedDataError, RunStoppedError, UserError
 from megastable.core.host import cpu_mask, threads_per_process
@@ -31,6 +32,8 @@ from megastable.engine.stop_request import StopRequest, end_process
 COLLECTIVE_TIMEOUT = timedelta(days=1)
 """Longer than anything that a rank waits for in a healthy run: what hangs is the matter of ``hang_watch``, which knows
 whether another rank goes on meanwhile. A limit of the collectives would not, and would name no rank."""
+REFUSAL = "refusal"
+"""Key of the store: why rank 0 refuses the run; empty where it does not."""
 PEER_DEATH_SHOWS_WITHIN_SECONDS = 1.0
 
 
@@ -49,11 +52,13 @@ def connected(launch: Launch) -> Iterator[list[Peer]]:
     """Join the process group of the run, and yield all its processes. gloo connects CPUs, NCCL NVIDIA GPUs.
 
     Raises:
-        UserError: this node has fewer GPUs than processes, or another program has taken the port.
+        UserError: this node has fewer GPUs than processes, or another program has taken the port, or rank 0 refuses the
+            run.
     """
     _prepare_device(launch)
     listen_on_loopback(launch)
     store = rendezvous(launch)
+    _check_not_refused(store, launch.rank)
     # DeepSpeed compiles this extension for its inference all-reduce wherever it connects: a minute on a cold machine,
     # in a folder that two launches race for. Training does not use it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -79,6 +84,26 @@ def connected(launch: Launch) -> Iterator[list[Peer]]:
     # Left to the interpreter's exit, a group was seen to abort the process. After a failure it is left alone: taking
     # down a group with transfers under way can wait for ever.
     torch.distributed.destroy_process_group()
+
+
+def refuse_other_ranks(launch: Launch, refusal: str) -> None:
+    """Meet the other ranks in the place of ``connected``, and let them end with a refusal that rank 0 alone found."""
+    # Who does not come has ended for a reason of its own.
+    with contextlib.suppress(UserError, torch.distributed.DistError):
+        store = rendezvous(launch)
+        store.set(REFUSAL, refusal)
+        # The store may end with this process.
+        store.wait([f"{REFUSAL}/{rank}" for rank in range(1, launch.world_size)], CONNECT_TIMEOUT)
+
+
+def _check_not_refused(store: Store, rank: int) -> None:
+    if rank == 0:
+        store.set(REFUSAL, "")
+        return
+    refusal = store.get(REFUSAL).decode()
+    if refusal:
+        store.set(f"{REFUSAL}/{rank}", "read")
+        raise UserError(refusal)
 
 
 def set_default_timeout(timeout: timedelta) -> None:
@@ -114,6 +139,21 @@ def check_equal_on_all_ranks(value: str, what: str) -> None:
     different = [rank for rank, other in enumerate(values) if other != values[0]]
     if different:
         raise UserError(f"{what} is not the same on all ranks: {different} differ from rank 0")
+
+
+def stop_together(reason: str | None) -> None:
+    """End the run on all ranks where rank 0 has a reason; what the others pass does not matter. Collective.
+
+    Raises:
+        RunStoppedError: with the reason, on every rank.
+    """
+    # A number for every step; the text, which takes several times as long, only where there is one.
+    has_reason = torch.tensor(float(reason is not None), device=get_accelerator().current_device_name())
+    torch.distributed.broadcast(has_reason, src=0)
+    if has_reason.item():
+        reasons = [reason]
+        torch.distributed.broadcast_object_list(reasons, src=0)
+        raise RunStoppedError(str(reasons[0]))
 
 
 def _prepare_device(launch: Launch) -> None:

@@ -20,6 +20,7 @@ from megastable.data import (
     training_micro_batches,
 )
 from megastable.engine.checkpoint import num_state_bytes
+from megastable.engine.process_group import stop_together
 from megastable.engine.stop_request import StopRequest
 from megastable.engine.training_engine import TrainingEngine
 from megastable.monitors import Monitors
@@ -54,7 +55,8 @@ def train_steps(
         The last validation loss; None where no evaluation was made.
 
     Raises:
-        RunStoppedError: a monitor or the consistency check stops the run; on all ranks.
+        RunStoppedError: a monitor or the consistency check stops the run, or another run has taken its folder over; on
+            all ranks.
         AskedToStopError: a rank was asked to stop; on all ranks, after a save unless nothing is ever saved.
     """
     settings = plan.run.megastable
@@ -96,6 +98,7 @@ def train_steps(
             eval_loss = evaluate(plan, engine, corpus, batch)
             last_eval_loss = eval_loss
 
+        stop_together(recorder.look_after_folder(state))
         recorder.record(
             StepMetrics.of(plan, state, batch, learning_rate, result, eval_loss, monitors.values(), consistency_seconds)
         )

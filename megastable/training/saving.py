@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import json
 from typing import Any
 
 from megastable.core.records import Event, TrainingState
@@ -41,8 +41,8 @@ class Checkpoints:
     def save(self, state: TrainingState, loss: float, eval_loss: float | None) -> None:
         """Begin to save the state as it is, with the losses of its last step; collective."""
         self._consumed_samples[state.step] = state.consumed_samples
-        # Copied, since the monitors go on while it is written.
-        monitors = copy.deepcopy(self._monitors.state_dict())
+        # As JSON will give it back; and a copy, since the monitors go on while it is written.
+        monitors = json.loads(json.dumps(self._monitors.state_dict()))
         record = RunRecord(state, self._run, self._corpus_fingerprint, monitors, loss, eval_loss)
         with self._progress.at_length("saving"):
             self._writer.save(record)

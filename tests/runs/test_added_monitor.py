@@ -74,5 +74,7 @@ def test_a_metric_of_a_name_in_use_is_refused_before_anything_else_is_done(
     monkeypatch.setattr(build, "prepare_corpus", go_no_further)
     plan = RunPlan.of(tiny_run(), world_size=1)
     with pytest.raises(UserError, match="grad_norm, measured by the monitor toy, is a metric of the step itself"):
-        build.train(Start(plan, None, None, go_no_further, ()), Launch.detect({}), RunFolder(tmp_path / "run"))
+        build.train(
+            Start(plan, None, None, go_no_further, ()), Launch.detect({}), RunFolder(tmp_path / "run"), lock=None
+        )
     assert not (tmp_path / "run").exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.core.hangs import Answer, hang_report, stuck_and_waiting
@@ -57,6 +57,7 @@ def run_until_it_hangs(program: list[Collective], world_size: int, stops: int, a
     ]
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(data=st.data())
 def test_a_rank_that_stops_is_named_in_any_program_and_layout(data: st.DataObject) -> None:
     world_size = data.draw(st.integers(2, 6))
@@ -86,6 +87,7 @@ def test_of_ranks_that_wait_for_each_other_the_first_is_named_with_one_that_wait
     assert (stuck.rank, waiting.rank) == (0, 1)
 
 
+@settings(deadline=None)
 @given(st.builds(answer, st.integers(0, 7), st.floats(0, 1e9)))
 def test_an_answer_survives_the_store(given_answer: Answer) -> None:
     assert Answer.from_json(given_answer.to_json()) == given_answer

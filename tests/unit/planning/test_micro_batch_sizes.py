@@ -148,7 +148,7 @@ def test_the_written_config_is_the_run_and_is_not_chosen_again(tmp_path: Path) -
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[RunPlan]:
     """Collect the plans that reach the training, in two processes of which this one is rank 0."""
     plans: list[RunPlan] = []
-    build = SimpleNamespace(train=lambda plan, launch, folder, checkpoint, allowed: plans.append(plan))
+    build = SimpleNamespace(train=lambda start, launch, folder, lock: plans.append(start.plan))
     monkeypatch.setitem(sys.modules, "megastable.training.build", build)
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)

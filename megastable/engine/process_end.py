@@ -11,15 +11,23 @@ from megastable.core.errors import shown
 
 WRITE_SECONDS = 1.0
 _ENDING = threading.Lock()
+"""Held by the thread that ends this process; never released."""
 
 
 def end_process(message: str, exit_code: int) -> NoReturn:
     """Write a message to standard error and end this process, whatever its other threads wait for."""
-    # Never released: what fails in another thread meanwhile is the echo of this end.
-    _ENDING.acquire()
+    claim_end()
     write_soon(message)
     # An ordinary exit would wait for communication threads whose peers do not answer any more.
     os._exit(exit_code)
+
+
+def claim_end() -> None:
+    """Make this thread the one that ends the process; another one waits in here until that has happened.
+
+    What fails meanwhile is the echo of an end elsewhere, and would be reported as a failure of its own.
+    """
+    _ENDING.acquire()
 
 
 def write_soon(message: str) -> None:

@@ -66,6 +66,7 @@ def train_steps(
 
     stop.begin_training()
     while state.step < plan.length.total_steps:
+        engine.progress.begin_step(state.step + 1)
         started = time.monotonic()
         if limit.is_near(stop.elapsed_seconds):
             stop.ask(f"has no time for another step within megastable.training.time_limit = {limit.seconds:g} s")

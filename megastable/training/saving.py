@@ -8,6 +8,7 @@ from typing import Any
 from megastable.core.records import Event, TrainingState
 from megastable.engine.checkpoint import RunRecord
 from megastable.engine.checkpoint_writer import CheckpointWriter, SaveOutcome
+from megastable.engine.progress import Progress
 from megastable.monitors import Monitors
 from megastable.training.recorder import Recorder, SilentRecorder
 
@@ -26,12 +27,14 @@ class Checkpoints:
         recorder: Recorder | SilentRecorder,
         run: dict[str, Any],
         corpus_fingerprint: str,
+        progress: Progress,
     ) -> None:
         self._writer = writer
         self._monitors = monitors
         self._recorder = recorder
         self._run = run
         self._corpus_fingerprint = corpus_fingerprint
+        self._progress = progress
         self._consumed_samples: dict[int, int] = {}
         self._last: SaveOutcome | None = None
 
@@ -40,7 +43,9 @@ class Checkpoints:
         self._consumed_samples[state.step] = state.consumed_samples
         # As JSON will give it back; and a copy, since the monitors go on while it is written.
         monitors = json.loads(json.dumps(self._monitors.state_dict()))
-        self._writer.save(RunRecord(state, self._run, self._corpus_fingerprint, monitors, loss, eval_loss))
+        record = RunRecord(state, self._run, self._corpus_fingerprint, monitors, loss, eval_loss)
+        with self._progress.at_length("saving"):
+            self._writer.save(record)
 
     def report(self) -> list[SaveOutcome]:
         """Show and return the saves that have ended since; one that failed is an event, too."""
@@ -52,7 +57,8 @@ class Checkpoints:
 
     def finish(self) -> SaveOutcome | None:
         """Wait for a save that is under way, show how it ended, and return the outcome of the last save of this run."""
-        self._writer.wait()
+        with self._progress.at_length("waiting for a save"):
+            self._writer.wait()
         self.report()
         return self._last
 

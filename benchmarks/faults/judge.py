@@ -40,11 +40,6 @@ class Verdict:
     largest_difference: float = 0.0
     """Of loss and gradient norm, relative to the reference."""
 
-    @property
-    def is_good(self) -> bool:
-        """Tell whether nothing was found."""
-        return not self.lost and not self.wrong
-
 
 def read_reference(run_dir: Path, start: Path) -> Reference:
     """Read what the uninterrupted run has recorded."""
@@ -57,13 +52,13 @@ def read_rows(run_dir: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def judge(run_dir: Path, starts: list[Path], reference: Reference) -> Verdict:
-    """Compare a run that has reached its end with the reference, and look at the checkpoints that it leaves.
+def judge(run_dir: Path, starts: list[Path], reference: Reference, verdict: Verdict) -> None:
+    """Compare a run that has come to its end with the reference, and look at the checkpoints that it leaves.
 
     Args:
         starts: where the ranks of each of its starts recorded what they read, in their order.
+        verdict: gets what is found.
     """
-    verdict = Verdict()
     rows = read_rows(run_dir)
     steps = [row["step"] for row in rows]
     expected = [row["step"] for row in reference.rows]
@@ -78,7 +73,6 @@ def judge(run_dir: Path, starts: list[Path], reference: Reference) -> Verdict:
             _compare(wanted, by_step[wanted["step"]], verdict)
     verdict.wrong += _other_samples(starts, reference)
     verdict.wrong += _faults_of_checkpoints(run_dir)
-    return verdict
 
 
 def _compare(wanted: Row, found: Row, verdict: Verdict) -> None:

@@ -15,7 +15,7 @@ from megastable.checkpoints.folder import DELETING_SUFFIX, PARTIAL_SUFFIX, folde
 from megastable.checkpoints.manifest import MANIFEST_NAME
 
 SHARE_OF_STARTS: Final = 0.1
-SHARE_OF_SAVES: Final = 0.6
+SHARE_OF_SAVES: Final = 0.5
 """More than the third that is to die inside a save, since a save may be over before its killer has come."""
 LONGEST_START_SECONDS: Final = 4.0
 LONGEST_STEP_SECONDS: Final = 0.2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
@@ -77,6 +78,22 @@ class Round:
     starts: list[Start]
     verdict: Verdict
     seconds: float
+    failure: str = ""
+    """Why the run did not come to its end; then it could not be judged."""
+
+    @property
+    def faults(self) -> list[str]:
+        """Return every fault; none of a good round."""
+        failed = [f"FAILED: {self.failure}"] if self.failure else []
+        lost = [f"LOST: {text}" for text in self.verdict.lost]
+        wrong = [f"WRONG: {text}" for text in self.verdict.wrong]
+        return [*failed, *lost, *wrong]
+
+    def __str__(self) -> str:
+        starts = "; ".join(map(str, self.starts))
+        outcome = "FAULTS" if self.faults else "good"
+        summary = f"{starts}: {outcome}, differences up to {self.verdict.largest_difference:.0e}, {self.seconds:.0f} s"
+        return "\n  ".join([summary, *self.faults])
 
 
 class RunFailedError(Exception):
@@ -143,39 +160,48 @@ class Rounds:
         self._consumed_samples = dict(zip((row["step"] for row in rows), sorted(reference.samples), strict=True))
 
     def play(self, folder: Path, rng: random.Random) -> Round:
-        """Let a run die and resume in ``folder``, as ``rng`` decides, and judge it.
+        """Let a run die and resume in ``folder``, as ``rng`` decides, and judge it."""
+        started = time.monotonic()
+        verdict = Verdict()
+        starts: list[Start] = []
+        failure = ""
+        try:
+            for start in self._starts(folder, rng, verdict):
+                starts.append(start)
+            start_folders = [_folder_of_start(folder, number) for number in range(len(starts))]
+            judge(folder / "run", start_folders, self._reference, verdict)
+        except RunFailedError as error:
+            failure = str(error)
+        return Round(starts, verdict, time.monotonic() - started, failure)
+
+    def _starts(self, folder: Path, rng: random.Random, verdict: Verdict) -> Iterator[Start]:
+        """Start the run until it comes to its end, and yield what became of each start.
 
         Raises:
             RunFailedError: a start failed although nobody was killed.
         """
-        started = time.monotonic()
         num_deaths = 1
         while num_deaths < MOST_DEATHS and rng.random() < SHARE_OF_FURTHER_DEATHS:
             num_deaths += 1
         run_dir = folder / "run"
-        starts: list[Start] = []
-        folders: list[Path] = []
-        lost: list[str] = []
-        newest = 0
-        while not starts or starts[-1].killed_rank is not None:
-            layout = FIRST_LAYOUT if not starts else rng.choice(LAYOUTS)
+        for number in itertools.count():
+            layout = FIRST_LAYOUT if number == 0 else rng.choice(LAYOUTS)
             start = Start(in_words(layout))
-            folders.append(folder / f"start_{len(starts)}")
-            ranks = start_run(self._run_file, run_dir, layout, folders[-1])
+            start_folder = _folder_of_start(folder, number)
+            newest = newest_published(run_dir)
+            ranks = start_run(self._run_file, run_dir, layout, start_folder)
             try:
-                if len(starts) < num_deaths:
-                    moment = self._choose_moment(rng, newest, run_dir, folders[-1])
+                if number < num_deaths:
+                    moment = self._choose_moment(rng, newest, run_dir, start_folder)
                     self._kill(start, ranks, moment, rng, run_dir)
                 if start.killed_rank is None:
                     wait_for_end(ranks, self._limit_seconds)
             finally:
                 ranks.end()
-            starts.append(start)
-            lost += self._steps_lost(run_dir, folders[-1], newest)
-            newest = newest_published(run_dir)
-        verdict = judge(run_dir, folders, self._reference)
-        verdict.lost += lost
-        return Round(starts, verdict, time.monotonic() - started)
+            verdict.lost += self._steps_lost(run_dir, start_folder, newest)
+            yield start
+            if start.killed_rank is None:
+                return
 
     def _choose_moment(self, rng: random.Random, newest: int, run_dir: Path, start_folder: Path) -> Moment:
         save_steps = [step for step in range(SAVE_INTERVAL, TOTAL_STEPS + 1, SAVE_INTERVAL) if step > newest]
@@ -214,6 +240,10 @@ class Rounds:
         newest = newest_published(run_dir)
         if newest < max(newest_before, last_copied - SAVE_INTERVAL):
             yield f"{start_folder.name} began step {begun[-1]}, and the newest checkpoint is of step {newest}"
+
+
+def _folder_of_start(folder: Path, number: int) -> Path:
+    return folder / f"start_{number}"
 
 
 def newest_published(run_dir: Path) -> int:

@@ -16,7 +16,7 @@ in all. At the end:
          whose counts or learning rate differ, or in which the ranks read other samples; damaged checkpoints
 
 The seed decides layouts, ranks and moments, but not how far a busy machine has come by then. Ranks are forked, as
-torchrun starts them. Exit code: 0; 1 where a step is lost or wrong or a run failed; 2 for a mistake on the command line.
+torchrun starts them. Exit code: 1 where a step is lost or wrong or a run failed, 2 for a mistake on the command line.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from typing import Any
 sys.path[0] = str(Path(__file__).parents[1])
 
 from faults.judge import Reference, read_reference  # noqa: E402
-from faults.rounds import FIRST_LAYOUT, Round, Rounds, RunFailedError, start_run, wait_for_end, write_run_file  # noqa: E402
+from faults.rounds import FIRST_LAYOUT, Rounds, RunFailedError, start_run, wait_for_end, write_run_file  # noqa: E402
 
 LIMIT_SECONDS = 120.0
 
@@ -96,47 +96,18 @@ def play_rounds(arguments: argparse.Namespace, folder: Path) -> list[dict[str, A
             print(f"--time-limit {arguments.time_limit:g}: {len(rows)} rounds were played", file=sys.stderr)
             break
         round_folder = folder / f"round_{number}"
-        row = play_one(rounds, round_folder, arguments.seed, number)
-        rows.append(row)
-        if row["faults"] and arguments.keep is not None:
+        played = rounds.play(round_folder, random.Random(f"{arguments.seed}/{number}"))
+        print(f"round {number}: {played}", flush=True)
+        rows.append({"round": number, **asdict(played), "faults": played.faults})
+        if played.faults and arguments.keep is not None:
             shutil.copytree(round_folder, arguments.keep / round_folder.name, dirs_exist_ok=True)
         shutil.rmtree(round_folder, ignore_errors=True)
     return rows
 
 
-def play_one(rounds: Rounds, folder: Path, seed: int, number: int) -> dict[str, Any]:
-    """Play a round, print its line, and return what became of it."""
-    try:
-        played: Round | None = rounds.play(folder, random.Random(f"{seed}/{number}"))
-        failure = ""
-    except RunFailedError as error:
-        played = None
-        failure = str(error)
-    if played is None:
-        print(f"round {number}: FAILED: {failure}", flush=True)
-        return {"round": number, "failure": failure, "faults": [failure]}
-    verdict = played.verdict
-    faults = [f"LOST: {text}" for text in verdict.lost] + [f"WRONG: {text}" for text in verdict.wrong]
-    lines = [
-        f"round {number}: {'; '.join(map(str, played.starts))}: {'FAULTS' if faults else 'good'}, "
-        f"{verdict.largest_difference:.0e}, {played.seconds:.0f} s",
-        *faults,
-    ]
-    print("\n  ".join(lines), flush=True)
-    return {
-        "round": number,
-        "starts": [asdict(start) for start in played.starts],
-        "faults": faults,
-        "lost": verdict.lost,
-        "wrong": verdict.wrong,
-        "largest_difference": verdict.largest_difference,
-        "seconds": played.seconds,
-    }
-
-
 def summary_of(rows: list[dict[str, Any]], seed: int) -> dict[str, Any]:
     """Add up what became of the rounds."""
-    starts = [start for row in rows for start in row.get("starts", [])]
+    starts = [start for row in rows for start in row["starts"]]
     killed = [start for start in starts if start["killed_rank"] is not None]
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -144,11 +115,11 @@ def summary_of(rows: list[dict[str, Any]], seed: int) -> dict[str, Any]:
         "rounds": len(rows),
         "kills": len(killed),
         "kills_inside_saves": sum(bool(start["left_by_a_save"]) for start in killed),
-        "lost": sum(len(row.get("lost", [])) for row in rows),
-        "wrong": sum(len(row.get("wrong", [])) for row in rows),
-        "failed_runs": sum("failure" in row for row in rows),
+        "lost": sum(len(row["verdict"]["lost"]) for row in rows),
+        "wrong": sum(len(row["verdict"]["wrong"]) for row in rows),
+        "failed_runs": sum(bool(row["failure"]) for row in rows),
         "ranks_that_had_to_be_killed": sum(start["had_to_be_killed"] for start in starts),
-        "largest_difference": max((row.get("largest_difference", 0.0) for row in rows), default=0.0),
+        "largest_difference": max((row["verdict"]["largest_difference"] for row in rows), default=0.0),
     }
 
 
@@ -157,7 +128,11 @@ def main() -> int:
     arguments = parse_arguments()
     os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        rows = play_rounds(arguments, Path(folder))
+        try:
+            rows = play_rounds(arguments, Path(folder))
+        except RunFailedError as error:
+            print(f"run.py: the uninterrupted run: {error}", file=sys.stderr)
+            return 1
     summary = summary_of(rows, arguments.seed)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({**summary, "rows": rows}, indent=1) + "\n", encoding="utf-8")

@@ -162,13 +162,15 @@ class CheckpointWriter:
         written: list[RankRecord | str],
     ) -> str | None:
         faults = [rank for rank in written if isinstance(rank, str)]
-        if faults:
-            shutil.rmtree(partial_folder, ignore_errors=True)  # the space is wanted
-            return "; ".join(faults)
         ranks = [rank for rank in written if isinstance(rank, RankRecord)]
-        write_manifest(make_manifest(record, self._layout, snapshot, ranks), partial_folder)
-        publish(partial_folder, final)
-        return None
+        try:
+            if not faults:
+                write_manifest(make_manifest(record, self._layout, snapshot, ranks), partial_folder)
+                publish(partial_folder, final)
+        finally:
+            # What was published has another name by now. What was not takes space that is wanted.
+            shutil.rmtree(partial_folder, ignore_errors=True)
+        return "; ".join(faults) or None
 
     def _thin(self, final: Path, step: int, own: RankRecord) -> str | None:
         """Delete older checkpoints that are not to be kept, once this one was read back and is what was written."""

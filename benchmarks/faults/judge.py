@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,18 +77,19 @@ def judge(run_dir: Path, starts: list[Path], reference: Reference, verdict: Verd
 
 
 def _compare(wanted: Row, found: Row, verdict: Verdict) -> None:
-    step = wanted["step"]
-    for key in EXACT:
-        if found.get(key) != wanted.get(key):
-            verdict.wrong.append(f"step {step}: {key} is {found.get(key)} and not {wanted.get(key)}")
+    """Compare a step, and name all that differs in one sentence."""
+    different = [key for key in EXACT if found.get(key) != wanted.get(key)]
     for key in CLOSE:
         if key not in wanted:
             continue
         value = found.get(key)
-        difference = abs(value - wanted[key]) / abs(wanted[key]) if value is not None else float("inf")
+        difference = math.inf if value is None else abs(value - wanted[key]) / abs(wanted[key])
         verdict.largest_difference = max(verdict.largest_difference, difference)
         if not difference <= TOLERANCE:
-            verdict.wrong.append(f"step {step}: {key} is {value} and not {wanted[key]}")
+            different.append(key)
+    if different:
+        values = ", ".join(f"{key} is {found.get(key)} and not {wanted.get(key)}" for key in different)
+        verdict.wrong.append(f"step {wanted['step']}: {values}")
 
 
 def _other_samples(starts: list[Path], reference: Reference) -> Iterator[str]:

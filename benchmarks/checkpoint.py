@@ -201,7 +201,9 @@ def show(measured: Measured) -> None:
     ):
         print(f"  {what:36} {shown(seconds, '.3f')} s")
     megabytes = measured.checkpoint_bytes / 2**20
-    print(f"  {'written by a synchronous save':36} {shown([megabytes / row.synchronous for row in rounds], '.0f')} MiB/s")
+    print(
+        f"  {'written by a synchronous save':36} {shown([megabytes / row.synchronous for row in rounds], '.0f')} MiB/s"
+    )
     stalls, rates = measured.stalls(), measured.rates()
     print(f"stall / plain copy: {shown(stalls, '.2f')}; goal: at most {LARGEST_STALL}")
     print(f"rate of writing / the disk's own: {shown(rates, '.2f')}; goal: at least {LEAST_RATE}")

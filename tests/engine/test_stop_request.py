@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.engine import stop_request
@@ -24,6 +24,8 @@ from megastable.engine.stop_request import (
     StopRequest,
     listening,
 )
+
+quick = settings(max_examples=100, deadline=None)  # no deadline: the machine may be busy
 
 
 class Ended(Exception):  # noqa: N818  # it is no error here
@@ -66,6 +68,7 @@ def test_before_the_first_step_a_signal_ends_the_process_with_the_code_of_shells
     assert signal.Signals(number).name in message and "nothing to save" in message
 
 
+@quick
 @given(st.lists(st.tuples(st.sampled_from(SIGNALS), st.floats(0, 30)), min_size=1, max_size=8))
 def test_in_training_a_signal_is_a_request_and_only_a_second_one_within_ten_seconds_ends_the_process(
     signals: list[tuple[int, float]],

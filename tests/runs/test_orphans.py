@@ -18,7 +18,8 @@ from megastable.engine.hostfile import NODE_LAUNCHER
 from megastable.engine.launcher_watch import has_ended
 from tests.support.launches import DEEPSPEED, TORCHRUN, metrics, start, train_command, wait_for_step, write_run_file
 
-GONE_WITHIN_SECONDS = 100
+START_WITHIN_SECONDS = 300
+GONE_WITHIN_SECONDS = 150
 """The ranks notice within a second; the rest is a step, a save and the end of the interpreters on a busy machine."""
 ENDLESS = {"megastable__training": {"total_steps": 1_000_000, "seed": 7}}
 
@@ -38,7 +39,7 @@ class Launched:
             for process in list(self._known.values()):
                 self._known.update((child.pid, child) for child in process.children(recursive=True))
 
-    def wait_for(self, condition: Callable[[], bool], timeout_seconds: float = 120) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_seconds: float = START_WITHIN_SECONDS) -> None:
         """Look until the condition holds."""
         deadline = time.monotonic() + timeout_seconds
         while not condition():
@@ -48,7 +49,7 @@ class Launched:
 
     def wait_for_step(self, step: int) -> None:
         """Wait until the run has done a step."""
-        wait_for_step(self._launcher, self.run_dir, step)
+        wait_for_step(self._launcher, self.run_dir, step, START_WITHIN_SECONDS)
         self.look()
 
     def find(self, mark: str) -> list[psutil.Process]:
@@ -141,7 +142,8 @@ def test_ranks_save_and_end_when_a_process_of_their_launcher_is_ended(
     step = len(metrics(launched.run_dir))
     assert [path.name for path in step_folders(launched.run_dir / "checkpoints")] == [folder_name(step)], output
     assert f"the run stops at step {step}" in output and "--resume goes on from" in output, output
-    assert "Traceback" not in output.partition("the run stops at step")[0], output
+    if number != signal.SIGINT:  # of which the deepspeed command itself makes a traceback
+        assert "Traceback" not in output, output
 
 
 @slow
@@ -171,7 +173,7 @@ def test_no_process_stays_of_a_deepspeed_that_ends_before_its_ranks_begin(
     launched = launch(DEEPSPEED)
     launched.wait_for(lambda: len(launched.find(NODE_LAUNCHER)) > 0)
     launched.outer.send_signal(number)
-    launched.wait_for(lambda: len(launched.find("--local_rank=1")) > 1)
+    launched.wait_for(lambda: len(launched.find("--local_rank=1")) == 1)
     output = launched.end()
     assert "lost its launcher: its outer process had ended before" in output, output
     assert not launched.run_dir.exists()

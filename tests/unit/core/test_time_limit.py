@@ -1,10 +1,11 @@
 """A run with a time limit: it keeps the limit while its steps and saves are none longer than it could know."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.core.time_limit import ASSUMED_BYTES_PER_SECOND, LEAST_SAVE_SECONDS, TimeLimit
 
+quick = settings(max_examples=100, deadline=None)  # no deadline: the machine may be busy
 seconds = st.floats(0.01, 1000)
 
 
@@ -22,6 +23,7 @@ def end_of_run(limit: TimeLimit, start: float, rounds: list[float], saves: list[
     return now
 
 
+@quick
 @given(start=seconds, longest_round=seconds, longest_save=seconds, rounds=st.integers(2, 60), data=st.data())
 def test_the_limit_is_kept(
     start: float, longest_round: float, longest_save: float, rounds: int, data: st.DataObject
@@ -38,6 +40,7 @@ def test_the_limit_is_kept(
     assert end_of_run(limit, start, lengths, saves) <= limit.seconds
 
 
+@quick
 @given(seconds, seconds)
 def test_a_run_goes_on_while_there_is_ample_time(round_seconds: float, save_seconds: float) -> None:
     limit = TimeLimit(10 * (round_seconds + save_seconds + LEAST_SAVE_SECONDS), saved_bytes=0)

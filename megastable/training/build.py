@@ -39,7 +39,7 @@ def train(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | N
     Raises:
         UserError: the launcher's hostfile was not read; the port is taken; the data cannot be read, does not fit the
             model or is not the checkpoint's; fp16 or a C++ compiler is not to be had; two metrics have one name; the
-            ranks do not agree on checkpoint, data or batches. Nothing is written into the run folder then.
+            ranks do not agree on the data or the batches. Nothing is written into the run folder then.
     """
     settings = plan.run.megastable
     check_hostfile()
@@ -51,8 +51,6 @@ def train(plan: RunPlan, launch: Launch, folder: RunFolder, checkpoint: Path | N
     # The lock is inside of both, so that it is given back before.
     held = nullcontext() if lock is None else lock
     with connected(launch) as peers, reporting_failures(launch.rank, plan.layout, peers), held:
-        # Each has looked for itself, perhaps while another run was just saving its last one.
-        check_equal_on_all_ranks("" if checkpoint is None else checkpoint.name, "the checkpoint to start from")
         # After the ranks have met: tokenising may take hours on one node, where another would give up connecting.
         corpus = first_on_each_node(launch.rank, peers, partial(_open_corpus, plan, launch, checkpoint))
         check_equal_on_all_ranks(corpus.fingerprint, "the tokenised corpus of megastable.data")

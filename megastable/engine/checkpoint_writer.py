@@ -63,6 +63,8 @@ class CheckpointWriter:
 
     Args:
         config: whether to write in the background, and which checkpoints to keep.
+        loss: asked on rank 0, from the thread: says that the folder is another run's by now, so that nothing may be
+            written or deleted there; None while it is this run's.
     """
 
     def __init__(
@@ -71,11 +73,13 @@ class CheckpointWriter:
         state: ModelState,
         layout: ParallelLayout,
         config: CheckpointConfig,
+        loss: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._checkpoints = checkpoints
         self._state = state
         self._layout = layout
         self._config = config
+        self._loss = loss
         self._rank = dist.get_rank()
         self._group = dist.new_group(backend="gloo", timeout=SLOWEST_WRITE)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -141,7 +145,7 @@ class CheckpointWriter:
         fault = self._said_by_rank_0(lambda: self._publish(partial_folder, final, record, snapshot, written))
         if fault is not None:
             # The next save wants the space.
-            self._said_by_rank_0(lambda: shutil.rmtree(partial_folder, ignore_errors=True))
+            self._said_by_rank_0(lambda: self._remove(partial_folder))
             return fault
         if self._config.keep_last is None:
             return None
@@ -156,6 +160,9 @@ class CheckpointWriter:
             return f"{self._layout.describe(self._rank)}: {error}"
 
     def _prepare(self, partial_folder: Path) -> str | None:
+        lost = self._loss()
+        if lost is not None:
+            return lost
         shutil.rmtree(partial_folder, ignore_errors=True)  # of an attempt that failed
         # Before the first save there is none, and of a folder that is not there the free space is not known.
         self._checkpoints.mkdir(parents=True, exist_ok=True)
@@ -176,10 +183,18 @@ class CheckpointWriter:
         if fault is None:
             ranks = [rank for rank in written if isinstance(rank, RankRecord)]
             write_manifest(make_manifest(record, self._layout, snapshot, ranks), partial_folder)
+            fault = self._loss()
+        if fault is None:
             publish(partial_folder, final)
         return fault
 
+    def _remove(self, partial_folder: Path) -> None:
+        if self._loss() is None:
+            shutil.rmtree(partial_folder, ignore_errors=True)
+
     def _thin(self, step: int) -> str | None:
+        if self._loss() is not None:
+            return None
         try:
             thin(self._checkpoints, step, self._config)
         except OSError as error:

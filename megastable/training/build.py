@@ -134,7 +134,8 @@ def _train_connected(
     if lock is not None:
         folder.write_config(plan.run)
         clean_up(folder.checkpoints)
-    writer = CheckpointWriter(folder.checkpoints, engine.model_state, plan.layout, settings.checkpoint)
+    loss = (lambda: None) if lock is None else lock.loss
+    writer = CheckpointWriter(folder.checkpoints, engine.model_state, plan.layout, settings.checkpoint, loss)
 
     with _make_recorder(plan, folder, lock, engine, state) as recorder:
         # On all ranks, since each has layers of its own; but weights of a checkpoint are not as they were drawn.

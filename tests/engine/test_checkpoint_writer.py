@@ -236,7 +236,23 @@ def full_disk(engine: TrainingEngine, folder: Path) -> dict[str, Any]:
     return {"faults": faults, "files": files, "later": _saved(writer, 3).fault}
 
 
-CASES = (second_save, failed_write, thinned, damaged_by_the_disk, full_disk)
+def taken_over(engine: TrainingEngine, folder: Path) -> dict[str, Any]:
+    """Let another run take the folder over before a save, and while rank 0 writes its file; thinning is on."""
+    taken = [False]
+    config = CheckpointConfig(keep_last=1)
+    writer = CheckpointWriter(
+        folder, engine.model_state, engine.layout, config, lambda: "taken over" if taken[0] else None
+    )
+    _saved(writer, 1)
+    with _before("write_pieces", lambda *_: taken.__setitem__(0, True)):
+        faults = [_saved(writer, 2).fault]
+    # The other run is in the same save, and its files are not to be touched.
+    left = _files_in(folder)
+    faults.append(_saved(writer, 3).fault)
+    return {"faults": faults, "steps": _steps_in(folder), "touched": left != _files_in(folder)}
+
+
+CASES = (second_save, failed_write, thinned, damaged_by_the_disk, full_disk, taken_over)
 
 
 @pytest.fixture(scope="module")
@@ -282,3 +298,9 @@ def test_what_does_not_fit_is_not_begun(ranks: list[dict[str, Any]]) -> None:
         assert all(f"{FREE_BYTES:,} bytes free" in fault for fault in found["faults"]), found["faults"]
         assert found["files"] == []
         assert found["later"] is None
+
+
+def test_a_folder_of_another_run_is_not_written(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        found = rank["taken_over"]
+        assert found == {"faults": ["taken over", "taken over"], "steps": [1], "touched": False}

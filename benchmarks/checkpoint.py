@@ -157,7 +157,7 @@ def write_plainly(path: Path, tensors: list[Tensor]) -> None:
     """Write the bytes of ``tensors`` into one file, and flush it to the disk."""
     with open(path, "wb", buffering=0) as file:
         for tensor in tensors:
-            content = memoryview(tensor.cpu().numpy()).cast("B")
+            content = memoryview(tensor.cpu().numpy().data).cast("B")
             for first in range(0, len(content), CHUNK_BYTES):
                 file.write(content[first : first + CHUNK_BYTES])
         os.fsync(file.fileno())

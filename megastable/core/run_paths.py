@@ -37,6 +37,11 @@ class RunPaths:
         """Return the folder of the checkpoints, see ``checkpoints.folder``."""
         return self.path / "checkpoints"
 
+    @property
+    def lock(self) -> Path:
+        """Return the file that names the process that writes the folder, or has written it last."""
+        return self.path / "run.lock"
+
     def check_writable(self) -> None:
         """Check that a run can write here, and leave nothing behind.
 

@@ -252,7 +252,7 @@ DEPARTURES: tuple[Departure, ...] = (
     Departure(
         name="process_group: sub-groups have the timeout of the run",
         scope="process",
-        symptom="under NCCL a collective of some of the ranks fails after 10 minutes, on the world's group after 30",
+        symptom="a collective of some of the ranks fails after 10 or 30 minutes, also where it waits for a slow save",
         cause="new groups do not inherit a timeout; DeepSpeed passes none, and torch has defaults by backend",
         upstream={"torch.distributed.distributed_c10d:_get_default_timeout": "132fab7bdf9f"},
         test="tests/engine/test_process_group.py::test_sub_groups_have_the_timeout_of_the_run",
@@ -272,6 +272,20 @@ DEPARTURES: tuple[Departure, ...] = (
         cause="torch takes all cores in every process",
         upstream={},
         test="tests/engine/test_process_group.py::test_processes_of_a_node_share_its_cores",
+    ),
+    Departure(
+        name="writers: what a start before wrote of later steps is taken back",
+        scope="engine",
+        symptom="after a resume that goes back, steps stand twice in TensorBoard and CSV files",
+        cause="DeepSpeed's writers append to what is there, and have no word for a step from which they go on",
+        upstream={
+            "deepspeed.monitor.csv_monitor:csvMonitor.setup_log_dir": "04ae0cfddb92",
+            "deepspeed.monitor.csv_monitor:csvMonitor.write_events": "ebc349136b8b",
+            "deepspeed.monitor.tensorboard:TensorBoardMonitor.get_summary_writer": "a7ee5f1aa1cb",
+            "torch.utils.tensorboard.writer:SummaryWriter._get_file_writer": "d009ece719e9",
+            "torch.utils.tensorboard.writer:SummaryWriter.close": "ee3e1cf4e772",
+        },
+        test="tests/engine/test_writers.py::test_every_step_stands_once_after_any_starts",
     ),
     Departure(
         name="host_memory: freed memory is kept",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ import psutil
 import torch
 import torch.distributed
 from deepspeed.accelerator import get_accelerator
+from torch._C._distributed_c10d import Store
 
 from megastable.core.errors import EXIT_CODE_FAILURE, DamagedDataError, RunStoppedError, UserError
 from megastable.core.host import cpu_mask, threads_per_process
@@ -25,10 +27,15 @@ from megastable.core.launch import Launch
 from megastable.core.layout import ParallelLayout
 from megastable.engine.host_memory import keep_freed_memory
 from megastable.engine.launcher_watch import has_ended
-from megastable.engine.rendezvous import listen_on_loopback, rendezvous
-from megastable.engine.stop_request import StopRequest, end_process
+from megastable.engine.process_end import end_process
+from megastable.engine.rendezvous import CONNECT_TIMEOUT, listen_on_loopback, rendezvous
+from megastable.engine.stop_request import StopRequest
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+COLLECTIVE_TIMEOUT = timedelta(days=1)
+"""Longer than anything that a rank waits for in a healthy run: what hangs is the matter of ``hang_watch``, which knows
+whether another rank goes on meanwhile. A limit of the collectives would not, and would name no rank."""
+REFUSAL = "refusal"
+"""Key of the store: why rank 0 refuses the run; empty where it does not."""
 PEER_DEATH_SHOWS_WITHIN_SECONDS = 1.0
 
 
@@ -47,11 +54,13 @@ def connected(launch: Launch) -> Iterator[list[Peer]]:
     """Join the process group of the run, and yield all its processes. gloo connects CPUs, NCCL NVIDIA GPUs.
 
     Raises:
-        UserError: this node has fewer GPUs than processes, or another program has taken the port.
+        UserError: this node has fewer GPUs than processes, or another program has taken the port, or rank 0 refuses the
+            run.
     """
     _prepare_device(launch)
     listen_on_loopback(launch)
     store = rendezvous(launch)
+    _check_not_refused(store, launch.rank)
     # DeepSpeed compiles this extension for its inference all-reduce wherever it connects: a minute on a cold machine,
     # in a folder that two launches race for. Training does not use it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -60,11 +69,13 @@ def connected(launch: Launch) -> Iterator[list[Peer]]:
     # The group is made here and not by DeepSpeed, which would meet at the launcher's default port, where two runs on
     # one machine collide, and would ask for oneCCL where its bindings can be imported.
     torch.distributed.init_process_group(
-        backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=COLLECTIVE_TIMEOUT
+        backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=CONNECT_TIMEOUT
     )
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=COLLECTIVE_TIMEOUT)
     try:
         peers = _introduce(launch)
+        # All have met. Until then nobody watches, and a rank that does not come is missed after the shorter time.
+        torch.distributed.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT)
         if get_accelerator().device_name() == "cpu":
             share_processors(peers, launch.rank)
         yield peers
@@ -75,6 +86,26 @@ def connected(launch: Launch) -> Iterator[list[Peer]]:
     # Left to the interpreter's exit, a group was seen to abort the process. After a failure it is left alone: taking
     # down a group with transfers under way can wait for ever.
     torch.distributed.destroy_process_group()
+
+
+def refuse_other_ranks(launch: Launch, refusal: str) -> None:
+    """Meet the other ranks in the place of ``connected``, and let them end with a refusal that rank 0 alone found."""
+    # Who does not come has ended for a reason of its own.
+    with contextlib.suppress(UserError, torch.distributed.DistError):
+        store = rendezvous(launch)
+        store.set(REFUSAL, refusal)
+        # The store may end with this process.
+        store.wait([f"{REFUSAL}/{rank}" for rank in range(1, launch.world_size)], CONNECT_TIMEOUT)
+
+
+def _check_not_refused(store: Store, rank: int) -> None:
+    if rank == 0:
+        store.set(REFUSAL, "")
+        return
+    refusal = store.get(REFUSAL).decode()
+    if refusal:
+        store.set(f"{REFUSAL}/{rank}", "read")
+        raise UserError(refusal)
 
 
 def set_default_timeout(timeout: timedelta) -> None:
@@ -105,11 +136,28 @@ def check_equal_on_all_ranks(value: str, what: str) -> None:
     Raises:
         UserError: on every rank; the ranks that differ from rank 0 are named.
     """
+    # Of a manifest of a large run, every rank would hold a copy from every other.
+    digest = hashlib.blake2b(value.encode()).hexdigest()
     values: list[str] = [""] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
+    torch.distributed.all_gather_object(values, digest)
     different = [rank for rank, other in enumerate(values) if other != values[0]]
     if different:
         raise UserError(f"{what} is not the same on all ranks: {different} differ from rank 0")
+
+
+def stop_together(reason: str | None) -> None:
+    """End the run on all ranks where rank 0 has a reason; what the others pass does not matter. Collective.
+
+    Raises:
+        RunStoppedError: with the reason, on every rank.
+    """
+    # A number for every step; the text, which takes several times as long, only where there is one.
+    has_reason = torch.tensor(float(reason is not None), device=get_accelerator().current_device_name())
+    torch.distributed.broadcast(has_reason, src=0)
+    if has_reason.item():
+        reasons = [reason]
+        torch.distributed.broadcast_object_list(reasons, src=0)
+        raise RunStoppedError(str(reasons[0]))
 
 
 def _prepare_device(launch: Launch) -> None:

@@ -48,6 +48,7 @@ def _drop_rows_after(path: Path, header: bytes, rows: list[bytes], consumed_samp
     if all(is_kept):
         return
     kept = [row for row, stays in zip(rows, is_kept, strict=True) if stays]
+    # A header between rows is of a start that did not take back what it wrote again.
     dropped = [row for row, stays in zip(rows, is_kept, strict=True) if not stays and row != header]
     with open(path.with_suffix(SUPERSEDED_SUFFIX), "ab") as file:
         file.writelines(row.rstrip(b"\r\n") + b"\r\n" for row in dropped)

@@ -143,13 +143,13 @@ def nothing_left(checkpoint: Path, state: TrainingState, training: TrainingConfi
     if training.goes_on(state.step, state.consumed_samples):
         return None
     if training.total_steps is not None:
-        length, total, done = "total_steps", f"{training.total_steps:,} steps", ""
+        length = "total_steps"
+        how_far = f"at step {state.step:,}, and the run has {training.total_steps:,} steps"
     else:
-        length, total, done = "total_samples", f"{training.total_samples:,}", f" and sample {state.consumed_samples:,}"
-    return (
-        f"nothing to do: {checkpoint} is at step {state.step:,}{done}, and the run has {total}. Nothing was changed; "
-        f"to train on, raise megastable.training.{length}"
-    )
+        length = "total_samples"
+        how_far = f"at sample {state.consumed_samples:,}, and the run has {training.total_samples:,} samples"
+    advice = f"to train on, raise megastable.training.{length}"
+    return f"nothing to do: {checkpoint} is {how_far}. Nothing was changed; {advice}"
 
 
 def events_of_resume(

@@ -8,11 +8,13 @@ import sys
 import time
 from pathlib import Path
 
-from megastable.core.errors import AskedToStopError, RunStoppedError, UserError, shown
+from megastable.checkpoints.folder import give_back_superseded
+from megastable.core.errors import AskedToStopError, RunFolderError, RunStoppedError, UserError, shown
 from megastable.core.launch import Launch, check_port
 from megastable.core.launch_variables import rank_as_given
 from megastable.training.output import protect_standard_streams
 from megastable.training.run_folder import RunFolder
+from megastable.training.run_lock import RunLock
 from megastable.training.start import NothingLeftError, RunRequest, find_start
 
 EXIT_CODE_INTERRUPTED = 130
@@ -24,7 +26,9 @@ def run_command(request: RunRequest) -> int:
     """Train as requested and return the exit code."""
     protect_standard_streams()
     try:
-        _plan_and_train(request)
+        # What is held is given back when this is left, in whatever way.
+        with contextlib.ExitStack() as held:
+            _plan_and_train(request, held)
     except RunStoppedError as error:
         # All ranks have come to the same decision at the same step, and leave together; rank 0 says why.
         if rank_as_given(os.environ) != "0":
@@ -33,6 +37,10 @@ def run_command(request: RunRequest) -> int:
             _print_error(f"[megastable] {error}")
             return error.exit_code
         return refuse(error)
+    except RunFolderError as error:
+        exit_code = refuse(error)
+        _refuse_other_nodes(error)
+        return exit_code
     except UserError as error:
         return refuse(error)
     except KeyboardInterrupt:
@@ -40,11 +48,17 @@ def run_command(request: RunRequest) -> int:
     return 0
 
 
-def _plan_and_train(request: RunRequest) -> None:
+def _plan_and_train(request: RunRequest, held: contextlib.ExitStack) -> None:
     launch = Launch.detect(os.environ)
     check_port(launch)
     folder = RunFolder(request.run_dir or Path("runs") / request.run_file.stem)
     folder.check_writable()
+    # Before any checkpoint is looked for, which another run may be writing. The other ranks write nothing before they
+    # have met rank 0, and so not before the folder is locked.
+    lock = None
+    if launch.rank == 0:
+        lock = held.enter_context(RunLock.take(folder))
+        give_back_superseded(folder.checkpoints)
 
     def warn(text: str) -> None:
         if launch.rank == 0:
@@ -59,7 +73,16 @@ def _plan_and_train(request: RunRequest) -> None:
 
     from megastable.training.build import train  # loads torch and deepspeed
 
-    train(start, launch, folder)
+    train(start, launch, folder, lock)
+
+
+def _refuse_other_nodes(error: RunFolderError) -> None:
+    """End the ranks of other nodes, which would wait for rank 0: its launcher may not end them."""
+    launch = Launch.detect(os.environ)
+    if not launch.single_node:
+        from megastable.engine.process_group import refuse_other_ranks
+
+        refuse_other_ranks(launch, str(error))
 
 
 def refuse(error: UserError) -> int:

@@ -73,6 +73,15 @@ class LastingWriter:
             self._report(f"{num_lost} lines of {self._name} were never written")
         self._close_descriptor()
 
+    def drop_kept(self) -> None:
+        """Forget what was kept: the target is not ours to write any more."""
+        self._kept.clear()
+        self._num_dropped = 0
+
+    def reopen(self) -> None:
+        """Let the next call open the target anew."""
+        self._close_descriptor()
+
     def _write_kept(self) -> None:
         if self._descriptor is None:
             # Opened anew, since the old descriptor may be stale, as after the restart of a file server.
@@ -103,17 +112,34 @@ class LastingWriter:
         self._descriptor = None
 
 
-def lasting_file(path: Path) -> LastingWriter:
-    """Return a writer that appends to a file.
+class LastingFile(LastingWriter):
+    """Appends to a file.
 
     Raises:
-        OSError: the file cannot be opened.
+        OSError: the file cannot be opened; only here.
     """
 
-    def open_file() -> int:
-        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        super().__init__(str(path), self._open_file, report_on_stderr)
 
-    return LastingWriter(str(path), open_file, report_on_stderr)
+    def was_removed(self) -> bool:
+        """Tell whether the path leads to another file than the one that was opened, or to none.
+
+        Writing into a file that was removed meanwhile raises nothing: its lines are gone once it is closed.
+        """
+        try:
+            return not os.path.samestat(os.stat(self.path), self._opened)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            # A file server that does not answer may still have it.
+            return False
+
+    def _open_file(self) -> int:
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._opened = os.fstat(descriptor)
+        return descriptor
 
 
 def report_on_stderr(text: str) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from megastable.core.records import Event
+from megastable.core.records import Event, TrainingState
+from megastable.core.run_paths import RunPaths
 from megastable.training.console import StepDisplay
 from megastable.training.metrics import StepMetrics, finite_or_none
-from megastable.training.output import lasting_file, report_on_stderr
+from megastable.training.output import LastingFile, report_on_stderr
+from megastable.training.run_lock import RunLock, Standing
 
 
 class Writers(Protocol):
@@ -29,16 +31,54 @@ class Recorder:
 
     Nothing of this ends a run: what cannot be written is reported once on standard error.
 
+    Args:
+        lock: the lock of the run folder.
+        write_config: writes ``config.json`` anew where it was removed.
+
     Raises:
         OSError: one of the two files cannot be opened; only here.
     """
 
-    def __init__(self, metrics_file: Path, events_file: Path, writers: Writers, display: StepDisplay) -> None:
-        self._metrics = lasting_file(metrics_file)
-        self._events = lasting_file(events_file)
+    def __init__(
+        self, paths: RunPaths, lock: RunLock, write_config: Callable[[], None], writers: Writers, display: StepDisplay
+    ) -> None:
+        self._paths = paths
+        self._lock = lock
+        self._write_config = write_config
+        self._metrics = LastingFile(paths.metrics)
+        self._events = LastingFile(paths.events)
         self._writers = writers
         self._writers_failed = False
         self._display = display
+
+    def look_after_folder(self, state: TrainingState) -> str | None:
+        """Begin anew what was removed under the run, with an event; called before the lines of every step.
+
+        Returns:
+            Why the run has to stop: another one has taken the folder over, in which this one writes no more. Else None.
+        """
+        removed = [file for file in (self._metrics, self._events) if file.was_removed()]
+        for file in removed:
+            file.reopen()
+        names = [file.path.name for file in removed]
+        try:
+            standing = self._lock.keep()
+            if standing is Standing.TAKEN:
+                self._metrics.drop_kept()
+                self._events.drop_kept()
+                return self._lock.describe_loss()
+            if not self._paths.config.exists():
+                self._write_config()
+                names.append(self._paths.config.name)
+        except OSError:
+            # The folder cannot be made again. The files report that, keep their lines, and this is tried at every step.
+            return None
+        if standing is Standing.REMOVED:
+            names.append(self._paths.lock.name)
+        if names:
+            text = f"removed under the run in {self._paths.path}, and begun anew: {', '.join(names)}"
+            self.record_event(Event(state.step, state.consumed_samples, "files_lost", text, {"files": names}))
+        return None
 
     def record(self, metrics: StepMetrics) -> None:
         """Write one step everywhere."""
@@ -81,6 +121,10 @@ class Recorder:
 
 class SilentRecorder:
     """Takes the recorder's place on all other ranks, which have the same values, and does nothing."""
+
+    def look_after_folder(self, state: TrainingState) -> str | None:
+        """Leave the folder to rank 0."""
+        return None
 
     def record(self, metrics: StepMetrics) -> None:
         """Leave the step to rank 0."""

@@ -11,7 +11,7 @@ from typing import IO
 from megastable.checkpoints.folder import complete_manifest, newest_complete, step_folders
 from megastable.config import RunConfig
 from megastable.config.run_config import run_as_dict
-from megastable.core.errors import UserError
+from megastable.core.errors import RunFolderError, UserError
 from megastable.core.run_paths import RunPaths
 
 LONGEST_LINE_BYTES = 16 * 2**20
@@ -32,16 +32,16 @@ class RunFolder(RunPaths):
         """Refuse to write a new run over an old one.
 
         Raises:
-            UserError: the folder holds a run.
+            RunFolderError: the folder holds a run.
         """
         if not self.holds_run:
             return
         if step_folders(self.checkpoints):
-            raise UserError(
+            raise RunFolderError(
                 f"{self.path} already holds a run. Continue it with --resume, or write to another folder with "
                 "--run-dir PATH"
             )
-        raise UserError(
+        raise RunFolderError(
             f"{self.path} already holds a run, which saved no checkpoint. Start it again from step 0 with "
             "--resume=auto, remove the folder, or write to another one with --run-dir PATH"
         )

@@ -74,7 +74,7 @@ def test_overflows_at_every_step_of_bf16_stop_the_run_on_all_ranks_with_a_diagno
     assert finished.exit_codes == [3, 3], finished.output
     assert "the run stops at step 3" in finished.outputs[0]
     assert "(stage 0 of 2), the first such layer, is not finite" in finished.outputs[0]
-    assert "is gone" not in finished.output and "was told to stop" not in finished.output
+    assert "is gone" not in finished.output and "got SIGTERM" not in finished.output
     assert "Traceback" not in finished.output
     assert "error" not in finished.outputs[1], "one rank says why, for all"
     assert [row["skipped"] for row in metrics(tmp_path / "run")] == [True] * 3
@@ -98,7 +98,7 @@ def test_a_mistake_that_connected_ranks_find_is_reported_once_and_no_rank_report
     finished = run(trained[0], tmp_path / "run", first=find_a_mistake_late)
     assert finished.exit_codes == [2, -signal.SIGTERM], finished.output
     assert finished.output.count("the tokenised corpus of megastable.data differs") == 1
-    assert "is gone" not in finished.output and "was told to stop" not in finished.output
+    assert "is gone" not in finished.output and "got SIGTERM" not in finished.output
 
 
 def load_a_bad_weight() -> None:
@@ -151,23 +151,30 @@ def test_a_run_whose_output_nobody_reads_goes_on(trained: tuple[Path, Path], tmp
 
 # Kills inside a save
 
-KILLED_RANK = {"between the files of rank 1": 1, "before rank 0 gives the folder its name": 0}
+KILLED_RANK = {
+    "inside the file of rank 1": 1,
+    "after the file of rank 1": 1,
+    "before rank 0 gives the folder its name": 0,
+}
 
 
 def be_killed_in_a_save(where: str, step: int) -> None:
     """End this rank with SIGKILL in the save of a step, at the named place."""
-    from megastable.engine import checkpoint
+    from megastable.engine import checkpoint, checkpoint_writer
 
     name = folder_name(step)
     if os.environ["RANK"] != str(KILLED_RANK[where]):
         return
-    save = torch.save
-    publish = vars(checkpoint)["publish"]
+    write_tensors = vars(checkpoint)["write_tensors"]
+    publish = vars(checkpoint_writer)["publish"]
 
-    def save_and_die(value: Any, file: Any, *arguments: Any, **keywords: Any) -> None:
-        save(value, file, *arguments, **keywords)
-        if name in str(file):
-            os.kill(os.getpid(), signal.SIGKILL)
+    def write_and_die(path: Path, tensors: dict[str, Any]) -> Any:
+        if name not in str(path):
+            return write_tensors(path, tensors)
+        if where.startswith("inside"):
+            tensors = dict(list(tensors.items())[:5])
+        write_tensors(path, tensors)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def die_or_publish(partial: Path, final: Path) -> None:
         if final.name == name:
@@ -175,8 +182,8 @@ def be_killed_in_a_save(where: str, step: int) -> None:
         publish(partial, final)
 
     if KILLED_RANK[where] == 1:
-        vars(torch).update(save=save_and_die)
-    vars(checkpoint).update(publish=die_or_publish)
+        vars(checkpoint).update(write_tensors=write_and_die)
+    vars(checkpoint_writer).update(publish=die_or_publish)
 
 
 @pytest.mark.parametrize("where", KILLED_RANK)
@@ -188,7 +195,7 @@ def test_a_kill_inside_a_save_leaves_the_older_checkpoint_to_go_on_from(
     finished = run(run_file, run_dir, "--resume", first=be_killed_in_a_save, where=where, step=6)
     dead = KILLED_RANK[where]
     assert finished.exit_codes[dead] == -signal.SIGKILL and finished.exit_codes[1 - dead] == 1, finished.output
-    left = [path for path in (run_dir / "checkpoints").rglob("*.pt") if folder_name(6) in str(path)]
+    left = [path for path in (run_dir / "checkpoints").rglob("*.safetensors") if folder_name(6) in str(path)]
     assert left, "the kill came before the first file"
     finished = run(run_file, run_dir, "--resume")
     assert finished.exit_codes == [0, 0], finished.output
@@ -226,7 +233,7 @@ def test_a_resume_with_nothing_left_says_so_and_changes_nothing(trained: tuple[P
 
 def test_a_resume_and_all_that_it_warns_of_are_events(trained: tuple[Path, Path], tmp_path: Path) -> None:
     run_file, run_dir = copy_of(trained, tmp_path)
-    damaged = next((run_dir / "checkpoints" / folder_name(4)).glob("*.pt"))
+    damaged = next((run_dir / "checkpoints" / folder_name(4)).glob("*.safetensors"))
     damaged.unlink()
     changes = {"optimizer.params.lr": 0.005, "megastable.training.total_steps": 3, "gradient_clipping": 1.0}
     flags = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]

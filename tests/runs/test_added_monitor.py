@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -53,7 +53,7 @@ def test_a_new_monitor_is_in_metrics_events_and_checkpoints_and_goes_on_after_a_
     assert [event for event in events(resumed) if event["kind"] == "half_way"] == half_way
 
     remembered = read_manifest(whole / "checkpoints" / folder_name(SAVE_AT)).monitors
-    assert remembered["toy"] == {"used": pytest.approx(sum(rates[:SAVE_AT]))}
+    assert remembered["toy"] == {"used": pytest.approx(sum(rates[:SAVE_AT])), "planned": pytest.approx(sum(rates))}
 
 
 class Colliding(LearningRateProgress):
@@ -62,7 +62,7 @@ class Colliding(LearningRateProgress):
     metric_names = ("grad_norm",)
 
 
-def go_no_further(*arguments: Any, **keywords: Any) -> None:
+def go_no_further(*arguments: Any, **keywords: Any) -> NoReturn:
     """Stand for the first thing that takes time. To connect would end this process at a failure."""
     raise AssertionError("the run was not refused")
 
@@ -74,5 +74,7 @@ def test_a_metric_of_a_name_in_use_is_refused_before_anything_else_is_done(
     monkeypatch.setattr(build, "prepare_corpus", go_no_further)
     plan = RunPlan.of(tiny_run(), world_size=1)
     with pytest.raises(UserError, match="grad_norm, measured by the monitor toy, is a metric of the step itself"):
-        build.train(Start(plan, None, None, go_no_further, ()), Launch.detect({}), RunFolder(tmp_path / "run"))
+        build.train(
+            Start(plan, None, None, go_no_further, ()), Launch.detect({}), RunFolder(tmp_path / "run"), lock=None
+        )
     assert not (tmp_path / "run").exists()

@@ -37,12 +37,13 @@ class LearningRateProgress(Monitor):
         return {METRIC: self._used / self._planned}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sum so far."""
-        return {"used": self._used}
+        """Return both sums: the plan of a resumed run has only the steps that are left."""
+        return {"used": self._used, "planned": self._planned}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the sum."""
+        """Go on from the sums."""
         self._used = state["used"]
+        self._planned = state["planned"]
 
 
 def planned_learning_rates(plan: PlannedRun) -> Iterator[float]:

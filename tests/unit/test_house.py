@@ -122,12 +122,12 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert used == {}
 
 
-def test_launch_imports_its_command_line_and_the_entry_only() -> None:
+def test_launch_imports_its_command_line_and_what_leads_a_run_only() -> None:
     (path,) = (REPOSITORY / "launch").glob("*.py")
     used = {name for name in imports_of_file(path) if is_within(name, "megastable")}
     assert used
     # A script reads its command line as every script does.
-    allowed = ("megastable.training.entry", "megastable.core.scripts")
+    allowed = ("megastable.training.entry", "megastable.training.start", "megastable.core.scripts")
     assert all(any(is_within(name, module) for module in allowed) for name in used)
     others = {name.split(".")[0] for name in imports_of_file(path)} - {"megastable"}
     assert others <= sys.stdlib_module_names
@@ -222,7 +222,8 @@ def test_checkpoints_need_neither_torch_nor_deepspeed_nor_numpy() -> None:
 
 PLAN_AND_RUN = """
 from pathlib import Path
-from megastable.training.entry import RunRequest, run_command
+from megastable.training.entry import run_command
+from megastable.training.start import RunRequest
 from megastable.planning.run_plan import RunPlan
 from megastable.config import load_run_file
 

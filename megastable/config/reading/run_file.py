@@ -37,7 +37,11 @@ def load_run_file(
 
 
 def run_from_dict(
-    raw: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "run", world_size: int | None = None
+    raw: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    source: str = "run",
+    world_size: int | None = None,
+    state: TrainingState = FRESH,
 ) -> RunConfig:
     """Check a run that is already parsed, such as a dumped ``RunConfig``; ``raw`` is left as it is.
 
@@ -45,7 +49,7 @@ def run_from_dict(
         ConfigError: as ``load_run_file``; ``source`` stands in for the file's name.
     """
     # A copy through JSON: overrides write into it, and tuples of a Python caller become lists.
-    return _checked(json.loads(json.dumps(raw)), source, overrides, [], world_size, FRESH)
+    return _checked(json.loads(json.dumps(raw)), source, overrides, [], world_size, state)
 
 
 def json_schema() -> dict[str, Any]:

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.core.batch_rampup import Batch, BatchRampup, GlobalBatchSchedule, LinearRamp, RunLength, StepRamp
+from megastable.core.batch_rampup import (
+    Batch,
+    BatchRampup,
+    GlobalBatchSchedule,
+    LinearRamp,
+    RunLength,
+    StepRamp,
+    global_batch_sizes,
+)
 from megastable.core.errors import UserError
 
 quick = settings(max_examples=25, deadline=None)  # no deadline: the machine may be busy
@@ -220,6 +228,65 @@ def test_run_length_counts_the_steps_one_by_one(ramp: BatchRampup, total_steps: 
     assert length == RunLength(total_steps, last_start + last_batch.global_batch_size, last_start)
     again = RunLength.of(ramp.phases(total_samples=length.total_samples))
     assert again == length
+
+
+# What is left of a run
+
+
+@quick
+@given(batch_rampups(), st.integers(1, 120), st.integers(0, 119))
+def test_what_is_left_of_a_run_is_the_end_of_the_whole(ramp: BatchRampup, total_steps: int, done: int) -> None:
+    """In steps and in samples, from any step on."""
+    done = min(done, total_steps - 1)
+    consumed, _ = next(itertools.islice(steps_of(ramp), done, None))
+    whole = RunLength.of(ramp.phases(total_steps=total_steps))
+    position = {"first_step": done, "first_sample": consumed}
+    left = ramp.phases(total_steps=total_steps, **position)
+    assert RunLength.of(left) == whole
+    assert left == ramp.phases(total_samples=whole.total_samples, **position)
+    assert [phase.batch for phase in left] == [phase.batch for phase in ramp.phases(total_steps=total_steps)][
+        -len(left) :
+    ]
+
+
+@quick
+@given(batch_rampups(), st.integers(0, 200), st.integers(0, 5000), st.integers(1, 400), st.integers(1, 6000))
+def test_a_run_goes_on_from_any_place_to_its_end(
+    ramp: BatchRampup, done: int, consumed: int, total_steps: int, total_samples: int
+) -> None:
+    """Another ramp may have led there, whose steps began elsewhere."""
+    position = {"first_step": done, "first_sample": consumed}
+    for totals in ({"total_steps": total_steps}, {"total_samples": total_samples}):
+        step, sample, expected = done, consumed, []
+        while step < total_steps if "total_steps" in totals else sample < total_samples:
+            expected.append((step, sample, ramp.at(sample)))
+            step, sample = step + 1, sample + ramp.at(sample).global_batch_size
+        phases = ramp.phases(**totals, **position)
+        assert [
+            (phase.first_step + index, phase.first_sample + index * phase.batch.global_batch_size, phase.batch)
+            for phase in phases
+            for index in range(phase.num_steps)
+        ] == expected
+        if expected:
+            last_start = expected[-1][1]
+            assert RunLength.of(phases) == RunLength(step, sample, last_start)
+
+
+def test_only_batches_that_are_left_have_to_divide() -> None:
+    ramp = BatchRampup(StepRamp(((0, 9), (90, 16))), 2, 4)
+    with pytest.raises(UserError):
+        ramp.phases(total_samples=200)
+    assert ramp.phases(total_samples=200, first_step=10, first_sample=90)[0].batch == Batch(16, 2, 2)
+    with pytest.raises(UserError, match="global batch 9 "):
+        ramp.phases(total_samples=200, first_step=10, first_sample=89)
+
+
+@quick
+@given(st.one_of(linear_ramps(), step_ramps()), st.integers(0, 3000))
+def test_sizes_from_a_sample_on(schedule: GlobalBatchSchedule, first_sample: int) -> None:
+    sizes = global_batch_sizes(schedule, first_sample)
+    assert sizes == [size for size in global_batch_sizes(schedule) if size >= schedule.at(first_sample)]
+    assert sizes[0] == schedule.at(first_sample)
 
 
 @quick

@@ -11,22 +11,25 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megastable.core.checkpoint_folder import Manifest
 
 from megastable.config import RunConfig, load_run_file, run_from_dict
 from megastable.config.run_config import run_as_dict
 from megastable.core.devices import DEVICES, Device
 from megastable.core.errors import UserError
+from megastable.core.layout import ParallelLayout
+from megastable.core.records import FRESH
 from megastable.planning.data_sheet_cost import Machine
 from megastable.planning.memory import stage_memory
 from megastable.planning.micro_batches import load_plan, with_chosen_micro_batches, with_recorded_micro_batches
 from megastable.planning.preflight.preflight import preflight
 from megastable.planning.run_plan import RunPlan
 from megastable.planning.search import search_layouts
-from megastable.training.entry import RunRequest, run_command
+from megastable.training.entry import run_command
 from megastable.training.host import look_at_text
 from megastable.training.run_folder import RunFolder
+from megastable.training.start import RunRequest
 from tests.support.calibrations import write_calibration
+from tests.support.checkpoints import write_checkpoint
 from tests.support.tiny_run import run_dict
 
 quick = settings(max_examples=25, deadline=None)
@@ -145,7 +148,7 @@ def test_the_written_config_is_the_run_and_is_not_chosen_again(tmp_path: Path) -
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[RunPlan]:
     """Collect the plans that reach the training, in two processes of which this one is rank 0."""
     plans: list[RunPlan] = []
-    build = SimpleNamespace(train=lambda plan, launch, folder, checkpoint: plans.append(plan))
+    build = SimpleNamespace(train=lambda start, launch, folder, lock: plans.append(start.plan))
     monkeypatch.setitem(sys.modules, "megastable.training.build", build)
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
@@ -160,15 +163,17 @@ def fresh(tmp_path: Path) -> RunRequest:
     return RunRequest(run_file, run_dir=tmp_path / "run")
 
 
+TWO_STAGES = ParallelLayout(2, 1)
+
+
 @pytest.mark.parametrize("calibration", ["as it was", "another", "removed"])
 @pytest.mark.parametrize("start", ["resume", "load"])
 def test_a_continued_run_keeps_its_sizes(
     fresh: RunRequest, trained: list[RunPlan], tmp_path: Path, start: str, calibration: str
 ) -> None:
     assert run_command(fresh) == 0
-    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000001"
-    checkpoint.mkdir(parents=True)
-    Manifest({"step": 1}, run_as_dict(trained[0].run), "", 2, {}, {}).write(checkpoint)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000000"
+    write_checkpoint(checkpoint, trained[0].run, FRESH, TWO_STAGES)
     if calibration == "another":
         calibrated(tmp_path, FREE)
     elif calibration == "removed":
@@ -184,13 +189,20 @@ def test_a_continued_run_keeps_its_sizes(
 def test_a_run_that_gave_its_sizes_may_have_them_chosen_from_then_on(
     fresh: RunRequest, trained: list[RunPlan], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint = tmp_path / "step_00000001"
-    checkpoint.mkdir()
     before = run_dict(megastable__pipeline={"num_stages": 2}, megastable__batch_rampup=RAMP)
-    Manifest({"step": 1}, run_as_dict(run_from_dict(before)), "", 2, {}, {}).write(checkpoint)
+    checkpoint = write_checkpoint(tmp_path / "step_00000000", run_from_dict(before), FRESH, TWO_STAGES)
     assert run_command(RunRequest(fresh.run_file, run_dir=fresh.run_dir, load=checkpoint)) == 0
     assert sizes_of(trained[0].run)[0] == (4, 4)
     assert "micro_batch_size was None, is 'auto'" in capsys.readouterr().err
+
+
+def test_sizes_are_chosen_anew_on_another_layout(fresh: RunRequest, trained: list[RunPlan], tmp_path: Path) -> None:
+    assert run_command(fresh) == 0
+    # Under a calibration by which few micro-batches are best, and on two replicas of one stage.
+    checkpoint = write_checkpoint(tmp_path / "step_00000000", trained[0].run, FRESH, ParallelLayout(1, 2))
+    expected = with_chosen_micro_batches(auto_run(calibrated(tmp_path, FREE)), 2)
+    assert run_command(RunRequest(fresh.run_file, run_dir=fresh.run_dir, load=checkpoint)) == 0
+    assert sizes_of(trained[1].run) == sizes_of(expected) != sizes_of(trained[0].run)
 
 
 def test_without_a_calibration_a_launch_is_refused(
@@ -246,4 +258,9 @@ def test_recorded_sizes_of_another_ramp_are_refused_by_their_name() -> None:
     run = run_from_dict(run_dict(**{f"megastable__batch_rampup__{key}": value for key, value in auto.items()}))
     recorded = {"megastable": {"batch_rampup": {"chosen_micro_batch_sizes": [[4, 8]]}}}
     with pytest.raises(UserError, match="chosen_micro_batch_sizes give global batch 4 micro-batches of 8"):
-        with_recorded_micro_batches(run, recorded)
+        with_recorded_micro_batches(run, recorded, first_sample=11)
+    # The ramp has 8 samples a step from sample 12 on, and 12 from sample 24 on.
+    with pytest.raises(UserError, match="chosen_micro_batch_sizes give global batch 12 micro-batches of 8"):
+        with_recorded_micro_batches(run, recorded, first_sample=12)
+    recorded["megastable"]["batch_rampup"]["chosen_micro_batch_sizes"] = [[4, 6]]
+    assert sizes_of(with_recorded_micro_batches(run, recorded, first_sample=24)) == ((4, 6),)

@@ -8,13 +8,17 @@ import socket
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from megastable.core.checkpoint_folder import Manifest
 
-from megastable.config.run_config import run_as_dict
+from megastable.config import RunConfig
+from megastable.core.records import TrainingState
+from megastable.planning.run_plan import RunPlan
 from megastable.training import entry
-from megastable.training.entry import RunRequest, run_command
+from megastable.training.entry import run_command
+from megastable.training.start import RunRequest, Start
+from tests.support.checkpoints import write_checkpoint
 from tests.support.tiny_run import run_dict, tiny_run
 
 
@@ -45,6 +49,14 @@ def refusal(request: RunRequest, capsys: pytest.CaptureFixture[str]) -> str:
     return captured.err
 
 
+def saved_at(step: int, request: RunRequest, run: RunConfig | None = None) -> Path:
+    """Write a checkpoint of five samples a step into the folder of the run."""
+    assert request.run_dir is not None
+    samples = 5 * step
+    state = TrainingState(step, samples, samples, 16 * samples, 0)
+    return write_checkpoint(request.run_dir / "checkpoints" / f"step_{step:08d}", run or tiny_run(), state)
+
+
 def changed(request: RunRequest, **changes: object) -> RunRequest:
     """Return the request with changes."""
     return RunRequest(**{**request.__dict__, **changes})
@@ -71,9 +83,7 @@ def test_a_used_folder_is_not_written_over(
 ) -> None:
     folder = request_of_tiny_run.run_dir
     assert folder is not None
-    checkpoint = folder / "checkpoints" / "step_00000001"
-    checkpoint.mkdir(parents=True)
-    Manifest({"step": 1}, run_as_dict(tiny_run()), "", 1, {}, {}).write(checkpoint)
+    checkpoint = saved_at(4, request_of_tiny_run)
     (folder / "metrics.jsonl").write_text("{}\n")
     request = changed(request_of_tiny_run, load=checkpoint) if load else request_of_tiny_run
     assert "already holds a run" in refusal(request, capsys)
@@ -83,12 +93,97 @@ def test_a_used_folder_is_not_written_over(
 def test_another_run_does_not_resume_a_checkpoint(
     request_of_tiny_run: RunRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert request_of_tiny_run.run_dir is not None
-    checkpoint = request_of_tiny_run.run_dir / "checkpoints" / "step_00000001"
-    checkpoint.mkdir(parents=True)
-    Manifest({"step": 1}, run_as_dict(tiny_run(megastable__training__seed=8)), "", 1, {}, {}).write(checkpoint)
+    saved_at(4, request_of_tiny_run, tiny_run(megastable__training__seed=8))
     text = refusal(changed(request_of_tiny_run, resume=True), capsys)
-    assert "megastable.training.seed: 8 in the checkpoint, 7 now" in text
+    assert "megastable.training.seed: 8 in the checkpoint, 7 now; --allow-change megastable.training.seed" in text
+
+
+# Where a run starts from
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunPlan, Path | None]]:
+    """Collect the plans that reach the training, each with its checkpoint."""
+    plans: list[tuple[RunPlan, Path | None]] = []
+
+    def train(start: Start, launch: object, folder: object, lock: object) -> None:
+        plans.append((start.plan, start.checkpoint))
+
+    monkeypatch.setitem(sys.modules, "megastable.training.build", SimpleNamespace(train=train))
+    return plans
+
+
+def test_one_line_starts_and_goes_on(
+    request_of_tiny_run: RunRequest, planned: list[tuple[RunPlan, Path | None]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = changed(request_of_tiny_run, resume="auto")
+    folder = request.run_dir
+    assert folder is not None
+    assert run_command(request) == 0 and capsys.readouterr().err == ""
+    (folder / "checkpoints" / "step_00000004.partial").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert run_command(request) == 0
+    assert "saved no checkpoint: it starts again from step 0" in capsys.readouterr().err
+    checkpoint = saved_at(4, request)
+    assert run_command(request) == 0 and capsys.readouterr().err == ""
+    assert [found for _, found in planned] == [None, None, checkpoint]
+    assert [plan.phases[0].first_step for plan, _ in planned] == [0, 0, 4]
+    saved_at(8, request)
+    assert run_command(request) == 0 and "nothing to do: " in capsys.readouterr().out
+    assert len(planned) == 3
+
+
+def test_auto_prefers_its_own_checkpoints_to_those_that_are_loaded(
+    request_of_tiny_run: RunRequest, planned: list[tuple[RunPlan, Path | None]], tmp_path: Path
+) -> None:
+    loaded = write_checkpoint(tmp_path / "other", tiny_run(), TrainingState(step=2, consumed_samples=8))
+    request = changed(request_of_tiny_run, resume="auto", load=loaded)
+    assert run_command(request) == 0
+    own = saved_at(4, request)
+    assert run_command(request) == 0
+    assert [found for _, found in planned] == [loaded, own]
+
+
+def test_options_that_exclude_each_other(
+    request_of_tiny_run: RunRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = changed(request_of_tiny_run, resume=True, load=tmp_path)
+    assert "--resume=auto with --load" in refusal(both, capsys)
+    alone = changed(request_of_tiny_run, allowed_changes=["megastable.training.seed"])
+    assert "--allow-change is about a checkpoint" in refusal(alone, capsys)
+    unknown = changed(request_of_tiny_run, resume="auto", allowed_changes=["megastable.model.num_layers"])
+    assert "--allow-change megastable.model.num_layers: the weights" in refusal(unknown, capsys)
+
+
+def test_another_batch_is_planned_from_the_restored_state(
+    request_of_tiny_run: RunRequest, planned: list[tuple[RunPlan, Path | None]]
+) -> None:
+    """Step 4 is at sample 20; the run of 8 steps goes on with 4 steps of 6 samples."""
+    saved_at(4, request_of_tiny_run)
+    overrides = ['megastable.batch_rampup={"final": 6}', "train_micro_batch_size_per_gpu=3"]
+    assert run_command(changed(request_of_tiny_run, resume=True, overrides=overrides)) == 0
+    ((plan, _),) = planned
+    assert (plan.length.total_steps, plan.length.total_samples) == (8, 20 + 4 * 6)
+
+
+def with_steps(request: RunRequest, steps: list[list[int]]) -> RunRequest:
+    """Return the request to resume with another ramp, in micro-batches of two."""
+    ramp = json.dumps({"steps": steps})
+    overrides = [f"megastable.batch_rampup={ramp}", "train_micro_batch_size_per_gpu=2"]
+    return changed(request, resume=True, overrides=overrides)
+
+
+def test_batches_that_do_not_divide_are_refused_for_what_is_left_alone(
+    request_of_tiny_run: RunRequest, planned: list[tuple[RunPlan, Path | None]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checkpoint is at sample 20."""
+    saved_at(4, request_of_tiny_run)
+    assert run_command(with_steps(request_of_tiny_run, [[0, 7], [20, 8]])) == 0
+    assert len(planned) == 1
+    # A run from sample 0 would come by this one: it has steps at 0, 8, 16 and 24.
+    met = with_steps(request_of_tiny_run, [[0, 8], [20, 9], [24, 16]])
+    assert "global batch 9 (from sample 20)" in refusal(met, capsys)
+    assert run_command(changed(met, resume=False, run_dir=Path("elsewhere"))) == 0
 
 
 def test_other_ranks_name_themselves(

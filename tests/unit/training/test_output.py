@@ -16,9 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.core.records import Event
+from megastable.core.run_paths import RunPaths
 from megastable.training.console import PlainLines
-from megastable.training.output import LastingWriter, lasting_file
+from megastable.training.output import LastingFile, LastingWriter
 from megastable.training.recorder import Recorder
+from megastable.training.run_lock import RunLock
 from tests.unit.training.metrics_examples import step_metrics
 
 quick = settings(max_examples=50, deadline=None)  # no deadline: the machine may be busy
@@ -87,10 +89,14 @@ class NoWriters:
 
 @needs_full
 def test_a_disk_that_is_full_for_a_while_costs_no_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    files = (tmp_path / "metrics.jsonl", tmp_path / "events.jsonl")
+    paths = RunPaths(tmp_path)
+    files = (paths.metrics, paths.events)
     for path in files:
         path.symlink_to(FULL)
-    with Recorder(*files, NoWriters(), PlainLines(9, 9)) as recorder:
+    with (
+        RunLock.take(paths) as lock,
+        Recorder(paths, lock, paths.config.touch, NoWriters(), PlainLines(9, 9)) as recorder,
+    ):
         for step in range(1, 10):
             if step == 6:  # somebody makes room
                 for path in files:
@@ -109,10 +115,14 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line(tmp_path: Path, capfd: py
 
 @needs_full
 def test_what_waits_for_room_is_written_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    files = (tmp_path / "metrics.jsonl", tmp_path / "events.jsonl")
+    paths = RunPaths(tmp_path)
+    files = (paths.metrics, paths.events)
     for path in files:
         path.symlink_to(FULL)
-    with Recorder(*files, NoWriters(), PlainLines(9, 9)) as recorder:
+    with (
+        RunLock.take(paths) as lock,
+        Recorder(paths, lock, paths.config.touch, NoWriters(), PlainLines(9, 9)) as recorder,
+    ):
         recorder.record(step_metrics(step=1))
         recorder.record_event(Event(1, 1, "skip", "text", {}))
         for path in files:
@@ -126,7 +136,7 @@ def test_what_waits_for_room_is_written_at_the_end(tmp_path: Path, capfd: pytest
 def test_what_was_never_written_is_reported_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
     path.symlink_to(FULL)
-    writer = lasting_file(path)
+    writer = LastingFile(path)
     for _ in range(3):
         writer.write(b"line\n")
     writer.close()

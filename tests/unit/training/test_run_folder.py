@@ -1,25 +1,21 @@
-"""A run's folder: nothing is written over, no line of metrics is lost, and only the same run continues."""
+"""A run's folder: nothing is written over, no line of metrics is lost, and where a run starts from."""
 
 import json
+import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megastable.core.checkpoint_folder import Manifest, read_manifest
 
-from megastable.config import RunConfig, load_run_file, run_from_dict
-from megastable.config.run_config import differences, run_as_dict
+from megastable.config import load_run_file, run_from_dict
+from megastable.config.run_config import run_as_dict
 from megastable.core.errors import UserError
-from megastable.training.run_folder import (
-    FIXED_KEYS,
-    RunFolder,
-    check_continues,
-    checkpoint_to_load,
-    checkpoint_to_resume,
-)
+from megastable.core.records import TrainingState
+from megastable.training import run_folder
+from megastable.training.run_folder import RunFolder, checkpoint_to_load, checkpoint_to_resume
+from tests.support.checkpoints import write_checkpoint
 from tests.support.tiny_run import tiny_run
 
 quick = settings(max_examples=25, deadline=None)  # no deadline: the machine may be busy
@@ -27,17 +23,9 @@ RUN_FILES = Path(__file__).parents[3] / "ds_configs"
 SHIPPED = sorted(path for path in RUN_FILES.glob("*.json") if not path.name.endswith(".schema.json"))
 
 
-def write_checkpoint(run: RunConfig, folder: Path, world_size: int = 1) -> Path:
+def saved_at(step: int, checkpoints: Path) -> Path:
     """Write a complete checkpoint without weights."""
-    folder.mkdir(parents=True)
-    Manifest({"step": 1}, run_as_dict(run), "", world_size, {}, {}).write(folder)
-    return folder
-
-
-def manifest_of(run: RunConfig, world_size: int = 1) -> Manifest:
-    """Return the manifest of a checkpoint of ``run``, as it comes back from its file."""
-    with tempfile.TemporaryDirectory() as name:
-        return read_manifest(write_checkpoint(run, Path(name) / "step_00000001", world_size))
+    return write_checkpoint(checkpoints / f"step_{step:08d}", tiny_run(), TrainingState(step))
 
 
 # Nothing is written over
@@ -68,7 +56,7 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path, left: str) -> None
         folder.metrics.write_text('{"step": 1}\n')
     else:
         (folder.checkpoints / "step_00000010").mkdir(parents=True)
-    advice = "Remove the folder.*--run-dir" if left == "metrics" else "--resume.*--run-dir"
+    advice = "--resume=auto, remove the folder.*--run-dir" if left == "metrics" else "--resume.*--run-dir"
     with pytest.raises(UserError, match=advice) as caught:
         folder.check_unused()
     assert str(tmp_path) in str(caught.value)
@@ -180,38 +168,136 @@ def test_a_line_that_misses_only_its_end_does_not_swallow_the_next(tmp_path: Pat
     assert [json.loads(text)["step"] for text in folder.metrics.read_text().splitlines()] == [1, 2, 3]
 
 
+# Lines and files that cannot be read
+
+UNREADABLE = {
+    "a number": b"7",
+    "null": b"null",
+    "a list": b"[1, 2]",
+    "no UTF-8": b'{"step": 1, "note": "\xff\xfe"}',
+    "zeros": b"\0" * 40,
+    "no step": b'{"loss": 1.5}',
+    "a step that is text": b'{"step": "1"}',
+    "a step that is true": b'{"step": true}',
+    "a step between steps": b'{"step": 1.5}',
+    "a step that is no number": b'{"step": NaN}',
+    "a number without end": b'{"step": 1' + b"0" * 5000 + b"}",
+    "nested too deep": b"[" * 100_000,
+    "a line separator of Unicode": '{"step": \u2028'.encode(),
+    "a huge line": b'{"step": 1, "note": "' + b"x" * 2000 + b'"}',
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+@pytest.mark.parametrize("place", ["first", "between", "last", "last, cut short"])
+def test_a_line_that_cannot_be_read_is_set_aside_with_one_message(
+    tmp_path: Path, name: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "LONGEST_LINE_BYTES", 1000)
+    bad = UNREADABLE[name] + b"\n"
+    good = [line(step).encode() for step in (1, 2, 3)]
+    index = {"first": 0, "between": 1}.get(place, 3)
+    written = b"".join([*good[:index], bad, *good[index:]])
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_bytes(written[:-1] if place == "last, cut short" else written)
+    (text,) = folder.drop_lines_after(2)
+    assert text == "metrics.jsonl had 1 line that cannot be read; moved to metrics.superseded.jsonl"
+    assert folder.metrics.read_bytes() == good[0] + good[1]
+    aside = (tmp_path / "metrics.superseded.jsonl").read_bytes()
+    assert sorted(aside.splitlines()) == sorted([bad.rstrip(b"\n"), good[2].rstrip(b"\n")])
+    assert folder.drop_lines_after(2) == []
+
+
+def test_both_files_are_named_with_what_they_had(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text(line(1) + "null\n5\n")
+    folder.events.write_text("[]\n")
+    texts = folder.drop_lines_after(1)
+    assert [text.split(";")[0] for text in texts] == [
+        "metrics.jsonl had 2 lines that cannot be read",
+        "events.jsonl had 1 line that cannot be read",
+    ]
+
+
+def test_a_file_that_cannot_be_read_is_set_aside_under_a_free_name(tmp_path: Path) -> None:
+    """A link to itself stands for a disk that fails: opening it is an error, whoever tries."""
+    folder = RunFolder(tmp_path)
+    names = []
+    for _ in range(3):
+        folder.metrics.symlink_to(folder.metrics)
+        (text,) = folder.drop_lines_after(0)
+        assert text.startswith("metrics.jsonl cannot be read (Too many levels of symbolic links); it is now ")
+        names.append(text.split("it is now ")[1])
+        assert not os.path.lexists(folder.metrics)
+    assert names == ["metrics.unreadable.jsonl", "metrics.unreadable-2.jsonl", "metrics.unreadable-3.jsonl"]
+    assert sorted(os.listdir(tmp_path)) == sorted(names)
+
+
+def test_a_run_that_starts_again_keeps_the_lines_of_the_one_before(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text(line(1) + line(2))
+    assert folder.drop_lines_after(0) == []
+    assert folder.metrics.read_text() == ""
+    assert superseded(folder) == line(1) + line(2)
+
+
 # Where a run starts from
 
 
-def test_resume_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    with pytest.raises(UserError, match="no complete checkpoint"):
-        checkpoint_to_resume(folder, warn=print)
-    (folder.checkpoints / "step_00000010").mkdir(parents=True)
-    warnings: list[str] = []
-    with pytest.raises(UserError, match="no complete checkpoint"):
-        checkpoint_to_resume(folder, warnings.append)
-    assert len(warnings) == 1
-
-
-def test_resume_takes_the_newest_complete_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("auto", [False, True])
+def test_resume_takes_the_newest_complete_one(tmp_path: Path, auto: bool) -> None:
     folder = RunFolder(tmp_path)
     for step in (10, 20):
-        write_checkpoint(tiny_run(), folder.checkpoints / f"step_{step:08d}")
+        saved_at(step, folder.checkpoints)
     (folder.checkpoints / "step_00000030").mkdir()
-    assert checkpoint_to_resume(folder, warn=print).name == "step_00000020"
+    warnings: list[str] = []
+    found = checkpoint_to_resume(folder, auto, warnings.append)
+    assert found == folder.checkpoints / "step_00000020"
+    assert len(warnings) == 1 and "step_00000030" in warnings[0]
+
+
+def test_resume_without_a_checkpoint_is_refused_and_says_what_would_start(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no complete checkpoint in .*; --resume=auto starts from step 0"):
+        checkpoint_to_resume(RunFolder(tmp_path), False, warn=print)
+
+
+@pytest.mark.parametrize("left", ["nothing", "a save that was cut short", "steps"])
+def test_auto_starts_where_no_checkpoint_was_ever_complete(tmp_path: Path, left: str) -> None:
+    folder = RunFolder(tmp_path / "run")
+    if left != "nothing":
+        (folder.checkpoints / "step_00000010.partial").mkdir(parents=True)
+    if left == "steps":
+        folder.metrics.write_text(line(1))
+    warnings: list[str] = []
+    assert checkpoint_to_resume(folder, True, warnings.append) is None
+    assert ["saved no checkpoint: it starts again from step 0" in text for text in warnings] == [True] * (
+        left == "steps"
+    )
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_nothing_starts_over_checkpoints_that_are_all_damaged(tmp_path: Path, auto: bool) -> None:
+    """They may be unreadable for a while only, and a run from step 0 would mix with them."""
+    folder = RunFolder(tmp_path)
+    (folder.checkpoints / "step_00000010").mkdir(parents=True)
+    warnings: list[str] = []
+    with pytest.raises(UserError, match=r"no complete checkpoint in .*only damaged ones.*--resume=auto"):
+        checkpoint_to_resume(folder, auto, warnings.append)
+    assert len(warnings) == 1
 
 
 def test_load_takes_a_complete_checkpoint_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Known failure E3: a typing error must not train from random weights."""
-    write_checkpoint(tiny_run(), tmp_path / "step_00000010")
+    saved_at(10, tmp_path)
     monkeypatch.chdir(tmp_path)
     assert checkpoint_to_load(Path("step_00000010")) == tmp_path / "step_00000010"
     with pytest.raises(UserError, match="--load: step_00000011 is not a folder"):
         checkpoint_to_load(Path("step_00000011"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no complete checkpoint"):
+    with pytest.raises(UserError, match="empty is no whole checkpoint"):
         checkpoint_to_load(tmp_path / "empty")
+    with pytest.raises(UserError, match="is not a folder"):
+        checkpoint_to_load(tmp_path / ("x" * 300))
 
 
 def test_load_of_a_run_folder_names_its_newest_complete_checkpoint(tmp_path: Path) -> None:
@@ -221,203 +307,8 @@ def test_load_of_a_run_folder_names_its_newest_complete_checkpoint(tmp_path: Pat
         with pytest.raises(UserError, match="none in it is complete"):
             checkpoint_to_load(path)
     for step in (8, 20):
-        write_checkpoint(tiny_run(), folder.checkpoints / f"step_{step:08d}")
+        saved_at(step, folder.checkpoints)
     for path in (folder.path, folder.checkpoints):
         with pytest.raises(UserError) as caught:
             checkpoint_to_load(path)
         assert f"the newest complete one is {folder.checkpoints / 'step_00000020'}" in str(caught.value)
-
-
-# Only the same run continues
-
-# One change for every key that a checkpoint's meaning depends on. Values are (before, after) for the tiny run.
-FROZEN_CHANGES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
-    "megastable.model": [
-        ({}, {"megastable__model__hidden_size": 64}),
-        ({}, {"megastable__model__num_layers": 5}),
-        ({}, {"megastable__model__num_key_value_heads": 2}),
-        ({"megastable__model__num_key_value_heads": 2}, {}),
-        ({}, {"megastable__model__dropout": 0.1}),
-    ],
-    "megastable.pipeline.num_stages": [({}, {"megastable__pipeline__num_stages": 2})],
-    "megastable.tensor_parallel": [
-        ({}, {"megastable__tensor_parallel": {"size": 2}}),
-        (
-            {"megastable__tensor_parallel": {"size": 2}},
-            {"megastable__tensor_parallel": {"size": 2, "sequence_parallel": True}},
-        ),
-    ],
-    "megastable.init": [
-        ({}, {"megastable__init": {"scheme": "fixed", "std": 0.02}}),
-        ({"megastable__init": {"scheme": "fixed", "std": 0.02}}, {"megastable__init": {"scheme": "fixed", "std": 0.1}}),
-    ],
-    "megastable.data.source": [({}, {"megastable__data__source": {"type": "text", "path": "x"}})],
-    "megastable.data.tokenizer": [({}, {"megastable__data__tokenizer": {"type": "bpe", "vocab_size": 300}})],
-    "megastable.data.validation_fraction": [({}, {"megastable__data__validation_fraction": 0.123})],
-    "megastable.training.seed": [({}, {"megastable__training__seed": 8})],
-    "fp16.enabled": [({}, {"fp16__enabled": True})],
-    "bf16.enabled": [({}, {"bf16__enabled": True}), ({"bf16__enabled": True}, {})],
-    "data_types": [
-        ({"bf16__enabled": True}, {"bf16__enabled": True, "data_types__grad_accum_dtype": "fp32"}),
-        ({"bf16__enabled": True, "data_types__grad_accum_dtype": "fp32"}, {"bf16__enabled": True}),
-    ],
-}
-FREE_CHANGES: dict[str, dict[str, Any]] = {
-    "optimizer.params.lr": {"optimizer__params__lr": 0.005},
-    "gradient_clipping": {"gradient_clipping": 1.0},
-    "train_micro_batch_size_per_gpu": {"train_micro_batch_size_per_gpu": 2},
-    "megastable.batch_rampup.samples_per_increment": {"megastable__batch_rampup__samples_per_increment": 24},
-    "megastable.lr_schedule.min_lr": {"megastable__lr_schedule__min_lr": 0.0},
-    "megastable.training.total_steps": {"megastable__training__total_steps": 9},
-    "megastable.training.eval_interval": {"megastable__training__eval_interval": 3},
-    "megastable.checkpoint.save_interval": {"megastable__checkpoint__save_interval": 77},
-    "megastable.logging.interval": {"megastable__logging__interval": 77},
-    "megastable.pipeline.activation_checkpointing": {"megastable__pipeline__activation_checkpointing": True},
-    "megastable.model.compile": {"megastable__model__compile": True},
-    "megastable.training.loss_chunk_tokens": {"megastable__training__loss_chunk_tokens": 64},
-    "fp16.initial_scale_power": {"fp16__initial_scale_power": 5},
-}
-
-
-def test_every_frozen_key_has_a_row_here() -> None:
-    assert FROZEN_CHANGES.keys() == set(FIXED_KEYS)
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_an_unchanged_run_continues_without_a_word(path: Path) -> None:
-    run = load_run_file(path)
-    warnings: list[str] = []
-    check_continues(manifest_of(run, world_size=24), run, 24, warnings.append)
-    assert warnings == []
-
-
-@pytest.mark.parametrize(
-    ("key", "before", "after"),
-    [(key, before, after) for key, rows in FROZEN_CHANGES.items() for before, after in rows],
-)
-def test_a_change_of_the_checkpoints_meaning_is_refused(
-    key: str, before: dict[str, Any], after: dict[str, Any]
-) -> None:
-    saved, now = tiny_run(**before), tiny_run(**after)
-    with pytest.raises(UserError) as caught:
-        check_continues(manifest_of(saved), now, 1, warn=print)
-    named = [text.strip().split(":")[0] for text in str(caught.value).splitlines()[1:]]
-    assert named
-    assert all(name == key or name.startswith(f"{key}.") for name in named)
-    assert " in the checkpoint, " in str(caught.value)
-
-
-@pytest.mark.parametrize(("key", "change"), FREE_CHANGES.items())
-def test_any_other_change_is_reported_with_both_values(key: str, change: dict[str, Any]) -> None:
-    warnings: list[str] = []
-    saved, now = tiny_run(), tiny_run(**change)
-    check_continues(manifest_of(saved), now, 1, warnings.append)
-    (warning,) = warnings
-    ((changed, old, new),) = differences(run_as_dict(saved), run_as_dict(now))
-    assert changed == key
-    assert f"{key} was {old!r}, is {new!r}" in warning
-
-
-def test_another_world_is_refused_with_both_layouts() -> None:
-    run = tiny_run(megastable__pipeline__num_stages=2)
-    with pytest.raises(UserError, match=r"4 processes \(2 stages x 2 replicas x 1 tensor ranks\), this launch of 2"):
-        check_continues(manifest_of(run, world_size=4), run, 2, warn=print)
-
-
-def test_all_reasons_are_named_at_once() -> None:
-    changed = tiny_run(megastable__model__hidden_size=64, megastable__training__seed=8, optimizer__params__lr=0.02)
-    warnings: list[str] = []
-    with pytest.raises(UserError) as caught:
-        check_continues(manifest_of(tiny_run(), world_size=2), changed, 1, warnings.append)
-    text = str(caught.value)
-    assert "2 processes" in text
-    assert "megastable.model.hidden_size: 32 in the checkpoint, 64 now" in text
-    assert "megastable.training.seed: 7 in the checkpoint, 8 now" in text
-    assert "lr" not in text
-    assert len(warnings) == 1
-
-
-# differences
-
-json_values = st.recursive(
-    st.none() | st.integers(0, 3) | st.sampled_from(["a", "b"]),
-    lambda inner: st.dictionaries(st.sampled_from("xyz"), inner, max_size=3) | st.lists(inner, max_size=2),
-    max_leaves=8,
-)
-objects = st.dictionaries(st.sampled_from("xyz"), json_values, max_size=3)
-
-
-def value_at(values: Any, path: str) -> Any:
-    """Find the value at a dotted path; None where the path ends earlier."""
-    for key in path.split("."):
-        values = values.get(key) if isinstance(values, dict) else None
-    return values
-
-
-@quick
-@given(objects)
-def test_a_value_does_not_differ_from_itself(values: dict[str, Any]) -> None:
-    assert list(differences(values, json.loads(json.dumps(values)))) == []
-
-
-@quick
-@given(objects, objects)
-def test_differences_name_where_and_what(old: dict[str, Any], new: dict[str, Any]) -> None:
-    found = list(differences(old, new))
-    for path, before, after in found:
-        assert before == value_at(old, path)
-        assert after == value_at(new, path)
-        assert before != after
-    assert [(path, after, before) for path, before, after in found] == list(differences(new, old))
-    merged = json.loads(json.dumps(old))
-    for path, _, after in found:
-        *parents, key = path.split(".")
-        section = merged
-        for parent in parents:
-            section = section[parent]
-        section[key] = after
-    assert list(differences(merged, new)) == []
-
-
-def test_a_missing_key_stands_as_none() -> None:
-    assert list(differences({"a": {"b": 1}}, {"a": {}, "c": 2})) == [("a.b", 1, None), ("c", None, 2)]
-
-
-# Where the stages are cut
-
-OTHER_CUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "another list": ({"partition": [4, 4]}, {"partition": [5, 3]}),
-    "another method": ({"partition": "type:block"}, {"partition": "balanced"}),
-    "cheaper blocks under the same method": ({"activation_checkpointing": True}, {"activation_checkpointing": False}),
-}
-
-
-def two_stages(pipeline: dict[str, Any]) -> RunConfig:
-    """Make a run whose model has a head that costs 3.2 of its blocks, so that recomputation moves the cut."""
-    changes = {f"megastable__pipeline__{key}": value for key, value in pipeline.items()}
-    sizes = {"hidden_size": 32, "num_layers": 8, "seq_length": 16, "vocab_size": 1150}
-    return tiny_run(
-        **{f"megastable__model__{key}": value for key, value in sizes.items()},
-        megastable__pipeline__num_stages=2,
-        **changes,
-    )
-
-
-@pytest.mark.parametrize("name", OTHER_CUTS)
-def test_stages_that_hold_other_layers_are_refused_and_the_way_back_is_named(name: str) -> None:
-    before, after = OTHER_CUTS[name]
-    saved, now = two_stages(before), two_stages(after)
-    with pytest.raises(UserError) as caught:
-        check_continues(manifest_of(saved, world_size=2), now, 2, warn=lambda text: None)
-    (line,) = str(caught.value).splitlines()[1:]
-    assert "megastable.pipeline.partition: the stages hold" in line
-    kept = json.loads(line.split("write ")[1].split(" to keep")[0])
-    check_continues(manifest_of(saved, 2), two_stages({**after, "partition": kept}), 2, warn=lambda text: None)
-
-
-def test_a_checkpoint_that_does_not_say_how_it_was_cut_is_refused() -> None:
-    run = two_stages({})
-    manifest = manifest_of(run, world_size=2)
-    del manifest.run["megastable"]["pipeline"]["partition"]
-    with pytest.raises(UserError, match="of an older version"):
-        check_continues(manifest, run, 2, warn=lambda text: None)

@@ -191,7 +191,8 @@ class Rounds:
             newest = newest_published(run_dir)
             ranks = start_run(self._run_file, run_dir, layout, start_folder)
             try:
-                if number < num_deaths:
+                # A death after the last save leaves nothing to be killed in.
+                if number < num_deaths and newest < TOTAL_STEPS:
                     moment = self._choose_moment(rng, newest, run_dir, start_folder)
                     self._kill(start, ranks, moment, rng, run_dir)
                 if start.killed_rank is None:

@@ -29,6 +29,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -82,27 +83,25 @@ def play_reference(run_file: Path, folder: Path, limit_seconds: float) -> Refere
     return read_reference(folder / "run", start_folder)
 
 
-def play_rounds(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Play the rounds, with a line for each; returns what became of them."""
+def play_rounds(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """Play the rounds, with a line for each; yields what became of them."""
     run_file = write_run_file(folder)
     deadline = time.monotonic() + 60 * arguments.time_limit
     rounds = Rounds(
         run_file, play_reference(run_file, folder / "reference", arguments.start_limit), arguments.start_limit
     )
     numbers = range(1, arguments.rounds + 1) if arguments.only is None else [arguments.only]
-    rows: list[dict[str, Any]] = []
     for number in numbers:
         if time.monotonic() > deadline:
-            print(f"--time-limit {arguments.time_limit:g}: {len(rows)} rounds were played", file=sys.stderr)
+            print(f"--time-limit {arguments.time_limit:g}: round {number} is not played any more", file=sys.stderr)
             break
         round_folder = folder / f"round_{number}"
         played = rounds.play(round_folder, random.Random(f"{arguments.seed}/{number}"))
         print(f"round {number}: {played}", flush=True)
-        rows.append({"round": number, **asdict(played), "faults": played.faults})
         if played.faults and arguments.keep is not None:
             shutil.copytree(round_folder, arguments.keep / round_folder.name, dirs_exist_ok=True)
         shutil.rmtree(round_folder, ignore_errors=True)
-    return rows
+        yield {"round": number, **asdict(played), "faults": played.faults}
 
 
 def summary_of(rows: list[dict[str, Any]], seed: int) -> dict[str, Any]:
@@ -127,16 +126,19 @@ def main() -> int:
     """Play the rounds and report."""
     arguments = parse_arguments()
     os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         try:
-            rows = play_rounds(arguments, Path(folder))
+            for row in play_rounds(arguments, Path(folder)):
+                rows.append(row)
+                if arguments.json is not None:
+                    # After every round: whoever stops this keeps what was played.
+                    result = {**summary_of(rows, arguments.seed), "rows": rows}
+                    arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         except RunFailedError as error:
             print(f"run.py: the uninterrupted run: {error}", file=sys.stderr)
             return 1
-    summary = summary_of(rows, arguments.seed)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({**summary, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    print(", ".join(f"{key} {value}" for key, value in summary.items()))
+    print(", ".join(f"{key} {value}" for key, value in summary_of(rows, arguments.seed).items()))
     return int(any(row["faults"] for row in rows))
 
 

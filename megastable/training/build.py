@@ -102,8 +102,13 @@ def _open_corpus(start: Start, launch: Launch) -> Corpus:
     corpus = prepare_corpus(settings.data, settings.model, show_progress=launch.rank == 0)
     check_serves_run(corpus, settings.data, plan.phases[-1].batch.global_batch_size, settings.training.eval_interval)
     if start.manifest is not None:
-        check_same_corpus(start.manifest, corpus.fingerprint, start.allowed_changes)
+        warn = report_on_stderr if launch.rank == 0 else _say_nothing
+        check_same_corpus(start.manifest, corpus.fingerprint, start.allowed_changes, warn)
     return corpus
+
+
+def _say_nothing(text: str) -> None:
+    """Leave a warning to rank 0."""
 
 
 def _train_connected(

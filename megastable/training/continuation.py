@@ -112,8 +112,12 @@ def check_continues(
         raise UserError("This run cannot continue the checkpoint:\n" + "\n".join(faults))
 
 
-def check_same_corpus(manifest: Manifest, fingerprint: str, allowed: Sequence[str]) -> None:
+def check_same_corpus(
+    manifest: Manifest, fingerprint: str, allowed: Sequence[str], warn: Callable[[str], None]
+) -> None:
     """Refuse to continue a checkpoint on other data: token ids and sample order would mean something else.
+
+    Where that is allowed, warn of it.
 
     Args:
         fingerprint: of the tokens that the run has.
@@ -122,12 +126,16 @@ def check_same_corpus(manifest: Manifest, fingerprint: str, allowed: Sequence[st
     Raises:
         UserError: the tokens or their split are not those that the checkpoint was trained on.
     """
-    if manifest.corpus_fingerprint != fingerprint and not any(_is_within(key, (DATA,)) for key in allowed):
+    change = _change_of_tokens(manifest, fingerprint)
+    if change is None:
+        return
+    if not any(_is_within(key, (DATA,)) for key in allowed):
         raise UserError(
             "This run cannot continue the checkpoint: the tokenised corpus of megastable.data is not the one it was "
             "trained on. Text files, tokenizer or (for the source stdlib) Python have changed since. To go on with "
             f"this one: --allow-change {DATA}"
         )
+    warn(str(change))
 
 
 def changes(manifest: Manifest, run: RunConfig, layout: ParallelLayout) -> Iterator[Change]:
@@ -168,15 +176,19 @@ def events_of_resume(
         return Event(state.step, state.consumed_samples, kind, text, data)
 
     yield event("resume", f"goes on from {checkpoint} at step {state.step}", checkpoint=str(checkpoint))
-    changed = list(changes(manifest, run, layout))
-    if manifest.corpus_fingerprint != fingerprint:
-        changed.append(Change(f"{DATA} (its tokens)", manifest.corpus_fingerprint, fingerprint))
-    for change in changed:
-        yield event("changed", str(change), key=change.key, old=change.old, new=change.new)
+    for change in (*changes(manifest, run, layout), _change_of_tokens(manifest, fingerprint)):
+        if change is not None:
+            yield event("changed", str(change), key=change.key, old=change.old, new=change.new)
     if checkpoint.parent == own_folder:
         for newer in step_folders(own_folder):
             if step_of(newer) > state.step:
                 yield event("passed_over", f"{newer} is newer but not complete", checkpoint=str(newer))
+
+
+def _change_of_tokens(manifest: Manifest, fingerprint: str) -> Change | None:
+    if manifest.corpus_fingerprint == fingerprint:
+        return None
+    return Change(f"{DATA} (its tokens)", manifest.corpus_fingerprint, fingerprint)
 
 
 def _fault_of(change: Change, manifest: Manifest, run: RunConfig, allowed: Sequence[str]) -> str | None:

@@ -115,7 +115,7 @@ def _start_from(
     manifest = None if checkpoint is None else read_manifest(checkpoint)
     state = FRESH if manifest is None else manifest.state.to_training_state()
     run = load_run_file(request.run_file, request.overrides, launch.world_size, state)
-    check_writer_packages(run)
+    check_writers(run, folder)
     if checkpoint is not None and manifest is not None:
         run = _continuing(manifest, run, request, launch, warn)
         all_done = nothing_left(checkpoint, state, run.megastable.training)
@@ -164,12 +164,26 @@ def _continuing(
     return run
 
 
-def check_writer_packages(run: RunConfig) -> None:
-    """Check that the package of every enabled writer can be imported.
+def check_writers(run: RunConfig, folder: RunFolder) -> None:
+    """Check that the package of every enabled writer can be imported, and that it can write into the run folder.
 
     Raises:
-        UserError: a package is missing; the key and the command that installs it are named.
+        UserError: a package is missing, or TensorBoard, which writes by names in UTF-8 alone, cannot name the folder.
     """
     for section, package in WRITER_PACKAGES.items():
         if getattr(run, section).enabled and find_spec(package) is None:
             raise UserError(f"{section}.enabled needs the package {package}: pip install {package}")
+    if run.tensorboard.enabled and not run.tensorboard.output_path and not _is_utf8(folder.path):
+        raise UserError(
+            f"tensorboard.enabled: TensorBoard can only write into folders whose names are UTF-8, and {folder.path} is "
+            "none; name another folder with tensorboard.output_path"
+        )
+
+
+def _is_utf8(path: Path) -> bool:
+    # Bytes of a name that are not UTF-8 stand in Python's text as halves of surrogate pairs.
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -276,10 +276,13 @@ def test_all_reasons_are_named_at_once_beside_what_is_free() -> None:
 @pytest.mark.parametrize("allowed", [["megastable.data"], ["megastable.data.validation_fraction"]])
 def test_tokens_decide_and_another_text_is_allowed_by_name(allowed: list[str]) -> None:
     manifest = saved(tiny_run())
-    check_same_corpus(manifest, "tokens", ())
+    warnings: list[str] = []
+    check_same_corpus(manifest, "tokens", (), warnings.append)
     with pytest.raises(UserError, match=r"not the one it was trained on.*--allow-change megastable\.data"):
-        check_same_corpus(manifest, "others", ["megastable.training.seed"])
-    check_same_corpus(manifest, "others", allowed)
+        check_same_corpus(manifest, "others", ["megastable.training.seed"], warnings.append)
+    assert warnings == []
+    check_same_corpus(manifest, "others", allowed, warnings.append)
+    assert warnings == ["changed since the checkpoint: megastable.data (its tokens) was 'tokens', is 'others'"]
 
 
 # What is said

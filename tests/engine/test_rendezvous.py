@@ -23,7 +23,7 @@ from megastable.engine import rendezvous
 from megastable.engine.process_group import connected
 from megastable.engine.rendezvous import GLOO_INTERFACE, launcher_of
 from tests.support.launches import write_run_file
-from tests.support.ranks import CPU_ONLY, REPOSITORY, fork_server
+from tests.support.ranks import CPU_ONLY, REPOSITORY, fork_server, hosted_store, torchrun_variables
 
 TIME_LIMIT_SECONDS = 60
 LATE_SECONDS = 2.0
@@ -70,6 +70,15 @@ def meet(port: int, folder: Path, rank_0_is_late: bool = False) -> list[tuple[in
     return sorted(found)
 
 
+def meet_in_hosted_store(queue: Any, rank: int, world_size: int, port: int) -> None:
+    """Meet as a rank of torchrun; answers the processes whose notes it finds in the store."""
+    store = rendezvous.rendezvous(Launch.detect(torchrun_variables(rank, world_size, port)))
+    store.set(f"process/{rank}", str(os.getpid()))
+    queue.put((rank, [int(store.get(f"process/{other}")) for other in range(world_size)]))
+    store.set(f"done/{rank}", "")
+    store.wait([f"done/{other}" for other in range(world_size)])
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
@@ -84,6 +93,35 @@ def test_nothing_listens_to_other_machines_on_a_single_node(port: str, tmp_path:
         assert len(listening) >= (2 if rank == 0 else 1)
         assert set(listening) == {"127.0.0.1"}
     assert list(tmp_path.glob("megastable-*")) == []
+
+
+def test_a_restarted_launch_reads_nothing_of_the_attempts_before() -> None:
+    """torchrun keeps its store over restarts, also where fewer or more processes come than before."""
+    context = fork_server()
+    with hosted_store() as port:
+        # A rank whose attempt ended before rank 0 had come.
+        alone = context.Process(target=meet_in_hosted_store, args=(context.Queue(), 1, 2, port))
+        alone.start()
+        for world_size in (2, 3, 2, 2):
+            queue = context.Queue()
+            ranks = [
+                context.Process(target=meet_in_hosted_store, args=(queue, rank, world_size, port))
+                for rank in reversed(range(world_size))
+            ]
+            # Those that wait for rank 0 find what was left by the last attempt meanwhile.
+            for process in ranks[:-1]:
+                process.start()
+            time.sleep(0.3)
+            alone.kill()
+            ranks[-1].start()
+            try:
+                found = dict(queue.get(timeout=TIME_LIMIT_SECONDS) for _ in ranks)
+                for process in ranks:
+                    process.join(TIME_LIMIT_SECONDS)
+            finally:
+                for process in ranks:
+                    process.kill()
+            assert list(found.values()) == [[process.pid for process in reversed(ranks)]] * world_size
 
 
 def publish(folder: Path, launcher: str) -> subprocess.Popen[str]:

@@ -26,7 +26,16 @@ from megastable.data import prepare_corpus
 from megastable.engine import node_work, rendezvous
 from megastable.training import build
 from tests.support.failing_rank import plant_failure
-from tests.support.launches import DEEPSPEED, TORCHRUN, metrics, start, train_command, wait_for_step, write_run_file
+from tests.support.launches import (
+    DEEPSPEED,
+    TORCHRUN,
+    metrics,
+    start,
+    train_command,
+    untimed,
+    wait_for_step,
+    write_run_file,
+)
 from tests.support.ranks import run_bounded
 from tests.support.scripts import run_script
 
@@ -39,14 +48,6 @@ RUN = {
     "megastable__checkpoint": {"save_interval": 4},
 }
 ONE_STAGE = ("--set", "megastable.pipeline.num_stages=1")
-TIMED = {
-    "step_seconds", "tokens_per_second", "tflops_per_device", "hardware_tflops_per_device", "slowest_rank",
-    "slowest_rank_share", "stage_busy_seconds", "host_memory_gib", "consistency_seconds",
-}  # fmt: skip
-
-
-def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if key not in TIMED} for row in rows]
 
 
 def events_and_balance(run_dir: Path) -> tuple[list[dict[str, Any]], list[tuple[str, int]]]:

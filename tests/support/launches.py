@@ -17,6 +17,12 @@ TRAIN = ["launch/train.py"]
 DEEPSPEED = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
+TIMED = {
+    "step_seconds", "tokens_per_second", "tflops_per_device", "hardware_tflops_per_device", "slowest_rank",
+    "slowest_rank_share", "stage_busy_seconds", "host_memory_gib", "consistency_seconds",
+}  # fmt: skip
+"""Metrics that differ between two runs of the same steps."""
+
 
 def write_run_file(folder: Path, **changes: Any) -> Path:
     """Write a tiny run file on a text of its own: about 40 samples an epoch, tokenised into a cache of its own."""
@@ -56,6 +62,11 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of a run without what a clock has part in."""
+    return [{key: value for key, value in row.items() if key not in TIMED} for row in rows]
 
 
 def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int, timeout_seconds: float = 120) -> None:

@@ -6,6 +6,8 @@ by the rank that counts it; every rank reads what its own pieces have in common 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -190,11 +192,17 @@ def _read_parameter(folder: Path, manifest: Manifest, held: HeldParameter, flats
     assert copied == held.piece.num_elements, f"{held.name}: {copied} of {held.piece.num_elements} elements"
 
 
-def _opened(path: Path) -> Any:
-    try:
-        return safe_open(str(path), framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a file of tensors, which are mapped into memory."""
+    with ExitStack() as opened:
+        try:
+            # By its descriptor, because the package refuses names that are not UTF-8.
+            descriptor = opened.enter_context(open(path, "rb")).fileno()
+            tensors = opened.enter_context(safe_open(f"/dev/fd/{descriptor}", framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} cannot be read: {error}") from error
+        yield tensors
 
 
 def _restore_random(folder: Path, manifest: Manifest, layout: ParallelLayout, reseed: Any) -> None:

@@ -8,7 +8,7 @@ ODD_NAMES = {
     "a newline": "one\ntwo",
     "a leading dash": "-run",
     "a percent sign": "50%d %(prog)s %s",
-    "brackets": "run[1] [bold]x[/bold] {0} *?",
+    "brackets": "run[1] [bold]x[red] {0} *?",
     "quotes": "'run' \"x\" $HOME `y` \\n #!",
     "other letters": "größe_运行_🚀",
     "bytes of no encoding": os.fsdecode(b"run\xff\xfe"),

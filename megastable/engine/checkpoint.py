@@ -232,7 +232,8 @@ def _opened(path: Path) -> Iterator[Any]:
         UserError: it cannot be read.
     """
     try:
-        with safe_open(str(path), framework="pt") as file:
+        # By its descriptor, because the package refuses names that are not UTF-8.
+        with open(path, "rb") as opened, safe_open(f"/dev/fd/{opened.fileno()}", framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error

@@ -102,6 +102,8 @@ def refuse_command_line(fault: str, usage: str) -> int:
     hint = ""
     if fault.startswith("unrecognized arguments"):
         hint = "; a path with a blank has to be quoted, e.g. --run-dir 'my runs/one'"
+    elif fault.endswith("expected one argument"):
+        hint = "; one that begins with a dash is written with an equals sign, e.g. --run-dir=-one"
     return refuse(UserError(f"{fault}{hint}\n{usage.rstrip()}"))
 
 

@@ -13,12 +13,14 @@ from types import SimpleNamespace
 import pytest
 
 from megastable.config import RunConfig
+from megastable.core.errors import shown
 from megastable.core.records import TrainingState
 from megastable.planning.run_plan import RunPlan
 from megastable.training import entry
 from megastable.training.entry import run_command
 from megastable.training.start import RunRequest, Start
 from tests.support.checkpoints import write_checkpoint
+from tests.support.odd_names import ODD_NAMES
 from tests.support.tiny_run import run_dict, tiny_run
 
 
@@ -273,6 +275,77 @@ def test_an_error_that_cannot_be_printed_is_still_exit_code_2(
     assert run_command(changed(request_of_tiny_run, run_file=Path("größe.json"))) == 2
     if kind == "ascii":
         assert rb"gr\xf6\xdfe.json" in written.getvalue()
+
+
+def parsed(monkeypatch: pytest.MonkeyPatch, *words: str) -> RunRequest:
+    """Return what the launch asks for on a command line."""
+    requests: list[RunRequest] = []
+
+    def run_and_end(request: RunRequest) -> int:
+        requests.append(request)
+        return 0
+
+    monkeypatch.setattr(entry, "run_command", run_and_end)
+    script = runpy.run_path(str(Path(__file__).parents[3] / "launch" / "train.py"))
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    assert script["main"]() == 0
+    return requests[0]
+
+
+def test_the_command_line_says_where_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = ("--deepspeed_config", "x.json")
+    assert parsed(monkeypatch, *file) == RunRequest(Path("x.json"), overrides=[], allowed_changes=[])
+    assert parsed(monkeypatch, *file, "--resume").resume is True
+    assert parsed(monkeypatch, "--resume", *file).resume is True
+    assert parsed(monkeypatch, *file, "--resume=auto").resume == "auto"
+    assert parsed(monkeypatch, *file, "--resume", "--local_rank=1").resume is True
+    allowed = parsed(monkeypatch, *file, "--load", "a", "--allow-change", "b", "--allow-change=c")
+    assert (allowed.load, allowed.allowed_changes) == (Path("a"), ["b", "c"])
+
+
+@pytest.mark.parametrize("what", ODD_NAMES)
+def test_paths_of_the_command_line_may_have_any_name(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    name = ODD_NAMES[what]
+    request = parsed(monkeypatch, f"--deepspeed_config={name}", f"--run-dir={name}", f"--load={name}")
+    assert (request.run_file, request.run_dir, request.load) == (Path(name),) * 3
+
+
+@pytest.mark.parametrize("what", ODD_NAMES)
+def test_a_refusal_names_files_by_any_name_and_is_one_message(
+    what: str, request_of_tiny_run: RunRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run file that is not there and one that has a fault, of a folder that holds a run, and of --load."""
+    folder = tmp_path / ODD_NAMES[what]
+    odd = folder / f"{ODD_NAMES[what]}.json"
+    assert "cannot be read" in refusal(changed(request_of_tiny_run, run_file=odd), capsys)
+    folder.mkdir()
+    odd.write_text(json.dumps(run_dict(megastable__training__seed=-1)))
+    assert "megastable.training.seed" in refusal(changed(request_of_tiny_run, run_file=odd), capsys)
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    name = shown(ODD_NAMES[what], keep="\n")
+    text = refusal(changed(request_of_tiny_run, run_dir=folder), capsys)
+    assert "already holds a run" in text and name in text
+    text = refusal(changed(request_of_tiny_run, load=folder), capsys)
+    assert "is no whole checkpoint" in text and name in text
+
+
+def test_a_name_that_begins_with_a_dash_says_how_it_is_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parsed(monkeypatch, "--deepspeed_config", "x.json", "--run-dir", "-one")
+    assert (
+        "expected one argument; one that begins with a dash is written with an equals sign" in capsys.readouterr().err
+    )
+
+
+def test_tensorboard_in_a_folder_that_it_cannot_name_is_refused(
+    request_of_tiny_run: RunRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = tmp_path / ODD_NAMES["bytes of no encoding"]
+    request = changed(request_of_tiny_run, run_dir=odd, overrides=["tensorboard.enabled=true"])
+    assert "tensorboard.output_path" in refusal(request, capsys)
+    assert not odd.exists()
 
 
 def test_a_command_line_is_refused_once_and_by_rank_0(

@@ -5,7 +5,6 @@ The ranks are forked and signal themselves, so that a signal comes at a known pl
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch.distributed
 
 from megastable.checkpoints.folder import folder_name, step_folders
 from megastable.engine.training_engine import TrainingEngine
@@ -124,7 +124,13 @@ def be_signalled_and_leave_slowly() -> None:
     """Let rank 1 get a signal in the second step, and need some time more than rank 0 for the end of its process."""
     be_signalled("train_batch", 2, [1], signal.SIGTERM)
     if os.environ["RANK"] == "1":
-        atexit.register(time.sleep, 3)
+        destroy = torch.distributed.destroy_process_group
+
+        def destroy_slowly() -> None:
+            destroy()
+            time.sleep(3)
+
+        setattr(torch.distributed, "destroy_process_group", destroy_slowly)  # noqa: B010  # its type is kept
 
 
 def test_a_rank_that_the_launcher_ends_for_the_end_of_another_has_the_same_code(whole: Whole, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def small_run(arguments: argparse.Namespace, batch: int, **sections: Any) -> Run
 
 def build_engine(plan: RunPlan) -> TrainingEngine:
     """Build the engine of a planned run; collective."""
-    # The folder is where checkpoints would go; no benchmark saves one.
+    # The folder is for DeepSpeed's writers, which no benchmark turns on.
     return TrainingEngine(plan.run, plan.layout, plan.ramp, Path(tempfile.gettempdir()))
 
 

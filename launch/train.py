@@ -26,7 +26,10 @@ def main() -> int:
     parser = Parser(
         description="Pre-train a GPT on DeepSpeed's pipeline engine, as one JSON file says.",
         epilog="Run it with `deepspeed --num_gpus N`, `torchrun --standalone --nproc_per_node N`, srun or mpirun. "
-        "`megastable schema` prints every key of the file with its meaning.",
+        "`megastable schema` prints every key of the file with its meaning. SIGTERM, SIGUSR1, SIGINT, SIGHUP and "
+        "megastable.training.time_limit let a run save and stop; a second signal ends it at once. Exit codes: 0 done, "
+        "1 a rank failed, 2 a mistake in the request, 3 the run has stopped itself, 75 asked to stop and saved "
+        "(--resume goes on), 76 asked to stop without a save, 128 + n ended at once by signal n.",
     )
     parser.add_argument(
         "--deepspeed_config", required=True, type=Path, metavar="FILE", help="the run file, e.g. ds_configs/x.json"

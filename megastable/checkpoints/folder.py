@@ -160,17 +160,27 @@ def clean_up(checkpoints: Path) -> list[str]:
     Returns:
         A sentence for everything that was done.
     """
+    done = give_back_superseded(checkpoints)
+    for path in sorted(checkpoints.glob("step_*")):
+        if kind_of(path) in ("superseded", "partial", "deleting"):
+            _remove(path)
+            done.append(f"removed {path}, which a killed run left")
+    return done
+
+
+def give_back_superseded(checkpoints: Path) -> list[str]:
+    """Give complete checkpoints their names back that a killed run was about to replace; only the writer calls this.
+
+    Returns:
+        A sentence for each.
+    """
     done = []
     for path in sorted(checkpoints.glob("step_*")):
-        kind = kind_of(path)
         final = path.with_suffix("")
-        if kind == "superseded" and not os.path.lexists(final):
+        if kind_of(path) == "superseded" and not os.path.lexists(final):
             os.replace(path, final)
             flush_to_disk(checkpoints)
             done.append(f"{path} was about to be replaced, and is {final.name} again")
-        elif kind in ("superseded", "partial", "deleting"):
-            _remove(path)
-            done.append(f"removed {path}, which a killed run left")
     return done
 
 

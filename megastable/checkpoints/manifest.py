@@ -105,6 +105,15 @@ class LayoutRecord(Section):
         return self.num_stages * self.data_parallel_size * self.tensor_parallel_size
 
 
+class ScalerRecord(Section):
+    """The position of a dynamic loss scaler, by DeepSpeed's names; its settings are the run file's."""
+
+    cur_scale: Annotated[Number, Field(gt=0)]
+    cur_iter: Count
+    last_overflow_iter: int = Field(ge=-1, le=LARGEST_COUNT)
+    cur_hysteresis: Count
+
+
 class FileRecord(Section):
     """The size of a file of the checkpoint, and the xxh3_128 of its bytes."""
 
@@ -177,7 +186,7 @@ class Manifest(Section):
     """Package to its version."""
     monitors: dict[str, dict[str, JsonValue]]
     """What each of the run's monitors remembers."""
-    loss_scaler: dict[str, Number] | None
+    loss_scaler: ScalerRecord | None
     """None in a run without loss scaling."""
     optimizer_steps: Count
     """Applied updates of Adam."""

@@ -35,6 +35,10 @@ LONGEST_LIST: Final = 1_000
 # second here.
 MOST_TRIED_BY_AUTO: Final = 50_000
 
+# Seconds after which a run without progress is ended. A busy machine may stand still for some; nobody waits for days.
+SHORTEST_HANG_SECONDS: Final = 10
+LONGEST_HANG_SECONDS: Final = 86_400
+
 # What multiplies, adds to or caps values of a model: learning rate, std, weights of losses, caps, clip norm. No such
 # number that trains is near it, and its square is still finite in every format but fp16.
 LARGEST_FACTOR: Final = 1e6

@@ -11,11 +11,13 @@ from pydantic_core import PydanticCustomError
 
 from megastable.config.limits import (
     LARGEST_FACTOR,
+    LONGEST_HANG_SECONDS,
     MOST_PROCESSES,
     MOST_SAMPLES,
     MOST_SECONDS,
     MOST_STEPS,
     MOST_TOKENS,
+    SHORTEST_HANG_SECONDS,
 )
 from megastable.config.reading.faults import Fault
 from megastable.config.section import RegisteredName, Section
@@ -133,6 +135,13 @@ class TrainingConfig(Section):
         le=MOST_TOKENS,
         description="Logits and loss of so many tokens of a micro-batch at a time, computed again in the backward "
         "pass: saves memory where the vocabulary is large, for one more product with the head. null: all at once.",
+    )
+    hang_timeout: int = Field(
+        default=600,
+        ge=SHORTEST_HANG_SECONDS,
+        le=LONGEST_HANG_SECONDS,
+        description="Seconds without progress of any rank, or without a sign of life of one, within which the run ends "
+        "with the stacks of a rank that is stuck and of one that waits; more than the longest step takes.",
     )
     # DeepSpeed refuses fp16 on a CPU without native fp16; torch computes it all the same, only slowly.
     fp16_on_cpu: bool = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 EXIT_CODE_FAILURE = 1
+EXIT_CODE_HANG = 4
 EXIT_CODE_ASKED_AND_SAVED = 75
 """The number that sysexits.h gives to a failure that is over when the program is started again."""
 EXIT_CODE_ASKED_NOT_SAVED = 76

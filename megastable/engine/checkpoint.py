@@ -6,8 +6,8 @@ by the rank that counts it; every rank reads what its own pieces have in common 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -19,7 +19,15 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megastable.checkpoints.manifest import FileRecord, LayoutRecord, Manifest, PieceRecord, StateRecord, TensorRecord
+from megastable.checkpoints.manifest import (
+    FileRecord,
+    LayoutRecord,
+    Manifest,
+    PieceRecord,
+    ScalerRecord,
+    StateRecord,
+    TensorRecord,
+)
 from megastable.checkpoints.verify import faults_of_file
 from megastable.core.errors import UserError
 from megastable.core.layout import ParallelLayout
@@ -27,7 +35,7 @@ from megastable.core.pieces import Piece, Shard, overlaps
 from megastable.core.records import TrainingState
 from megastable.engine.flat_partitions import FlatPartition, HeldParameter
 from megastable.engine.model_state import KINDS, ModelState, Snapshot
-from megastable.engine.random_state import seed_rank, set_random_state
+from megastable.engine.random_state import is_random_state, seed_rank, set_random_state
 from megastable.engine.tensor_file import write_tensors
 from megastable.model.pieces import copy_overlap
 
@@ -124,7 +132,7 @@ def make_manifest(record: RunRecord, layout: ParallelLayout, snapshot: Snapshot,
         corpus_fingerprint=record.corpus_fingerprint,
         versions={package: version(package) for package in RECORDED_PACKAGES},
         monitors=record.monitors,
-        loss_scaler=snapshot.loss_scaler,
+        loss_scaler=None if snapshot.loss_scaler is None else ScalerRecord(**snapshot.loss_scaler),
         optimizer_steps=snapshot.optimizer_steps,
         loss=record.loss,
         eval_loss=record.eval_loss,
@@ -158,26 +166,53 @@ def load_checkpoint(
     Raises:
         UserError: the checkpoint is of another model, or a file of it cannot be read.
     """
-    for partition, flats in zip(state.partitions, state.flats(), strict=True):
+    for flats in state.flats():
         for flat in flats.values():
             flat.zero_()  # what pads a vocabulary or a share stands in no checkpoint
-        for held in partition.held:
-            _read_parameter(folder, manifest, held, flats)
-    state.set_counts(manifest.optimizer_steps, manifest.loss_scaler)
+    _raise_together(lambda: _read_all(folder, manifest, state))
+    scaler = manifest.loss_scaler
+    state.set_counts(manifest.optimizer_steps, None if scaler is None else scaler.model_dump())
     state.weights_follow_masters()
     reached = manifest.state.to_training_state()
     _restore_random(folder, manifest, layout, partial(seed_rank, seed, step=reached.step))
     return reached
 
 
+def _read_all(folder: Path, manifest: Manifest, state: ModelState) -> None:
+    for partition, flats in zip(state.partitions, state.flats(), strict=True):
+        for held in partition.held:
+            _read_parameter(folder, manifest, held, flats)
+
+
+def _raise_together(read: Callable[[], None]) -> None:
+    """Let every rank read, and then all of them meet what one of them has found; collective.
+
+    Raises:
+        UserError: the first rank's that has one, on every rank.
+    """
+    own: str | None = None
+    try:
+        read()
+    except UserError as error:
+        own = str(error)
+    faults: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(faults, own)
+    for fault in faults:
+        if fault is not None:
+            raise UserError(fault)
+
+
 def _read_parameter(folder: Path, manifest: Manifest, held: HeldParameter, flats: dict[str, Tensor]) -> None:
-    """Fill this rank's piece of one parameter, in all kinds."""
+    """Fill this rank's piece of one parameter, in all kinds.
+
+    Raises:
+        UserError: the checkpoint does not have it.
+    """
     record = manifest.tensors.get(held.name)
     shape = held.shard.full_shape
     if record is None or record.shape != shape:
         found = "is not in it" if record is None else f"has the shape {list(record.shape)} there"
         raise UserError(f"{folder} is of another model: {held.name}, here of shape {list(shape)}, {found}")
-    copied = 0
     for written in record.pieces:
         source = Piece(Shard(shape, written.dim, written.ranges), written.start, written.stop)
         if next(overlaps(source, held.piece), None) is None:
@@ -185,36 +220,52 @@ def _read_parameter(folder: Path, manifest: Manifest, held: HeldParameter, flats
         # Opened for one parameter at a time: what was mapped into memory of it is then given back.
         with _opened(folder / written.file) as file:
             for kind in KINDS:
-                target = flats[kind][slice(*held.piece_span)]
-                last = copy_overlap(file.get_tensor(_key(kind, held.name)), source, target, held.piece)
-        copied += last
-    # The manifest's pieces make the whole: ``TensorRecord`` has checked that.
-    assert copied == held.piece.num_elements, f"{held.name}: {copied} of {held.piece.num_elements} elements"
+                values = _tensor(file, folder / written.file, _key(kind, held.name), source.num_elements)
+                copy_overlap(values, source, flats[kind][slice(*held.piece_span)], held.piece)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a file of tensors, which are mapped into memory."""
-    with ExitStack() as opened:
-        try:
-            # By its descriptor, because the package refuses names that are not UTF-8.
-            descriptor = opened.enter_context(open(path, "rb")).fileno()
-            tensors = opened.enter_context(safe_open(f"/dev/fd/{descriptor}", framework="pt"))
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} cannot be read: {error}") from error
-        yield tensors
+    """Map a file of tensors into memory.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        # By its descriptor, because the package refuses names that are not UTF-8.
+        with open(path, "rb") as opened, safe_open(f"/dev/fd/{opened.fileno()}", framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
 
 
-def _restore_random(folder: Path, manifest: Manifest, layout: ParallelLayout, reseed: Any) -> None:
+def _tensor(file: Any, path: Path, key: str, num_elements: int) -> Tensor:
+    """Return a flat fp32 tensor that lies in the mapped file.
+
+    Raises:
+        UserError: it is of another type or size than its piece.
+    """
+    tensor: Tensor = file.get_tensor(key)
+    if tensor.dtype != torch.float32 or tensor.shape != (num_elements,):
+        raise UserError(
+            f"{path} is damaged: {key} is {tensor.dtype} of shape {list(tensor.shape)}, and its piece has "
+            f"{num_elements} elements of fp32"
+        )
+    return tensor
+
+
+def _restore_random(folder: Path, manifest: Manifest, layout: ParallelLayout, reseed: Callable[..., None]) -> None:
     rank = dist.get_rank()
     written = manifest.layout
     then = ParallelLayout(written.num_stages, written.data_parallel_size, written.tensor_parallel_size)
     if then == layout:
+        prefix = _key(RANDOM, "")
         with _opened(folder / file_name(rank)) as file:
-            prefix = _key(RANDOM, "")
             names = [key for key in file.keys() if key.startswith(prefix)]  # noqa: SIM118 - it is no dictionary
-            set_random_state({name.removeprefix(prefix): file.get_tensor(name) for name in names})
-        return
-    # The streams belong to stages and replicas that are not there any more.
+            state = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+            if is_random_state(state):
+                set_random_state(state)
+                return
+    # The streams belong to stages and replicas that are not there any more, or to another kind of device.
     stage, replica, tensor = layout.coordinates(rank)
     reseed(stage=stage, replica=replica, tensor=tensor)

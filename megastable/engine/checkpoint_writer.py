@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +26,7 @@ from megastable.checkpoints.verify import faults_of_file
 from megastable.config.training import CheckpointConfig
 from megastable.core.errors import UserError
 from megastable.core.layout import ParallelLayout
-from megastable.engine.checkpoint import RankRecord, RunRecord, make_manifest, num_state_bytes, write_pieces
+from megastable.engine.checkpoint import RankRecord, RunRecord, file_name, make_manifest, num_state_bytes, write_pieces
 from megastable.engine.model_state import ModelState, Snapshot
 
 ATTEMPTS = 2
@@ -39,12 +39,13 @@ SPARE_BYTES = 2**20
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save has ended; the same on every rank, but known on each when its thread learns of it.
+    """Says how a save has ended; the same on every rank, but known on each when its thread learns of it.
 
     Attributes:
         step: of the state that was saved.
         folder: the published checkpoint.
         fault: why there is none; None where there is.
+        warning: what else went wrong.
         seconds: from the copy to the publication.
         stall_seconds: what training waited for it.
     """
@@ -52,6 +53,7 @@ class SaveOutcome:
     step: int
     folder: Path
     fault: str | None
+    warning: str | None
     seconds: float
     stall_seconds: float
 
@@ -61,6 +63,8 @@ class CheckpointWriter:
 
     Args:
         config: whether to write in the background, and which checkpoints to keep.
+        loss: asked on rank 0, from the thread: says that the folder is another run's by now, so that nothing may be
+            written or deleted there; None while it is this run's.
     """
 
     def __init__(
@@ -69,11 +73,13 @@ class CheckpointWriter:
         state: ModelState,
         layout: ParallelLayout,
         config: CheckpointConfig,
+        loss: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._checkpoints = checkpoints
         self._state = state
         self._layout = layout
         self._config = config
+        self._loss = loss
         self._rank = dist.get_rank()
         self._group = dist.new_group(backend="gloo", timeout=SLOWEST_WRITE)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -116,18 +122,18 @@ class CheckpointWriter:
             self._under_way = None
 
     def _write(self, record: RunRecord, snapshot: Snapshot, started: float, stall_seconds: float) -> SaveOutcome:
-        final = self._checkpoints / folder_name(record.state.step)
-        fault = None
-        for attempt in range(ATTEMPTS):
-            if attempt > 0:
+        step = record.state.step
+        final = self._checkpoints / folder_name(step)
+        fault = self._attempt(final, record, snapshot)
+        for _ in range(ATTEMPTS - 1):
+            if fault is not None:
                 time.sleep(RETRY_SECONDS)
-            fault = self._attempt(final, record, snapshot)
-            if fault is None:
-                break
+                fault = self._attempt(final, record, snapshot)
+        # That an old checkpoint stays is no fault of the new one.
+        warning = self._said_by_rank_0(lambda: self._thin(step)) if fault is None else None
         seconds = time.perf_counter() - started
-        return SaveOutcome(
-            record.state.step, final, fault, seconds, stall_seconds if self._config.asynchronous else seconds
-        )
+        stall_seconds = stall_seconds if self._config.asynchronous else seconds
+        return SaveOutcome(step, final, fault, warning, seconds, stall_seconds)
 
     def _attempt(self, final: Path, record: RunRecord, snapshot: Snapshot) -> str | None:
         """Write and publish once; return why that did not work, the same on every rank."""
@@ -135,22 +141,34 @@ class CheckpointWriter:
         fault = self._said_by_rank_0(lambda: self._prepare(partial_folder))
         if fault is not None:
             return fault
-        own: RankRecord | str
-        try:
-            own = write_pieces(partial_folder, self._rank, self._state.partitions, snapshot)
-        except OSError as error:
-            own = f"{self._layout.describe(self._rank)}: {error}"
-        written = self._gathered(own)
+        written = self._gathered(self._write_own(partial_folder, snapshot))
         fault = self._said_by_rank_0(lambda: self._publish(partial_folder, final, record, snapshot, written))
-        if fault is None and self._config.keep_last is not None and isinstance(own, RankRecord):
-            fault = self._thin(final, record.state.step, own)
-        return fault
+        if fault is not None:
+            # The next save wants the space.
+            self._said_by_rank_0(lambda: self._remove(partial_folder))
+            return fault
+        if self._config.keep_last is None:
+            return None
+        # Older ones may go: what is on the disk has to be what was written.
+        fault = _joined(self._gathered(faults_of_file(final, file_name(self._rank), written[self._rank].file)))
+        return None if fault is None else f"what was written cannot be read back: {fault}"
+
+    def _write_own(self, partial_folder: Path, snapshot: Snapshot) -> RankRecord | str:
+        try:
+            return write_pieces(partial_folder, self._rank, self._state.partitions, snapshot)
+        except OSError as error:
+            return f"{self._layout.describe(self._rank)}: {error}"
 
     def _prepare(self, partial_folder: Path) -> str | None:
+        lost = self._loss()
+        if lost is not None:
+            return lost
         shutil.rmtree(partial_folder, ignore_errors=True)  # of an attempt that failed
-        fault = space_fault(partial_folder.parent, self._bytes_of_all)
+        # Before the first save there is none, and of a folder that is not there the free space is not known.
+        self._checkpoints.mkdir(parents=True, exist_ok=True)
+        fault = space_fault(self._checkpoints, self._bytes_of_all)
         if fault is None:
-            partial_folder.mkdir(parents=True)
+            partial_folder.mkdir()
         return fault
 
     def _publish(
@@ -161,26 +179,27 @@ class CheckpointWriter:
         snapshot: Snapshot,
         written: list[RankRecord | str],
     ) -> str | None:
-        faults = [rank for rank in written if isinstance(rank, str)]
-        if faults:
-            shutil.rmtree(partial_folder, ignore_errors=True)  # the space is wanted
-            return "; ".join(faults)
-        ranks = [rank for rank in written if isinstance(rank, RankRecord)]
-        write_manifest(make_manifest(record, self._layout, snapshot, ranks), partial_folder)
-        publish(partial_folder, final)
-        return None
+        fault = _joined(rank for rank in written if isinstance(rank, str))
+        if fault is None:
+            ranks = [rank for rank in written if isinstance(rank, RankRecord)]
+            write_manifest(make_manifest(record, self._layout, snapshot, ranks), partial_folder)
+            fault = self._loss()
+        if fault is None:
+            publish(partial_folder, final)
+        return fault
 
-    def _thin(self, final: Path, step: int, own: RankRecord) -> str | None:
-        """Delete older checkpoints that are not to be kept, once this one was read back and is what was written."""
-        found = self._gathered(faults_of_file(final, own.file_name, own.file))
-        faults = [fault for fault in found if fault is not None]
-        if faults:
-            return f"what was written cannot be read back: {', '.join(faults)}"
+    def _remove(self, partial_folder: Path) -> None:
+        if self._loss() is None:
+            shutil.rmtree(partial_folder, ignore_errors=True)
 
-        def delete() -> None:
+    def _thin(self, step: int) -> str | None:
+        if self._loss() is not None:
+            return None
+        try:
             thin(self._checkpoints, step, self._config)
-
-        return self._said_by_rank_0(delete)
+        except OSError as error:
+            return f"an older checkpoint cannot be deleted: {error}"
+        return None
 
     def _said_by_rank_0(self, act: Callable[[], str | None]) -> str | None:
         """Let rank 0 act, and tell every rank what it says is wrong; a disk that does not do what it should is that."""
@@ -188,7 +207,8 @@ class CheckpointWriter:
         if self._rank == 0:
             try:
                 said[0] = act()
-            except (OSError, UserError) as error:
+            # A ValueError is of a manifest that breaks a rule; the other ranks wait for an answer all the same.
+            except (OSError, UserError, ValueError) as error:
                 said[0] = str(error)
         dist.broadcast_object_list(said, src=0, group=self._group)
         return said[0]
@@ -197,3 +217,9 @@ class CheckpointWriter:
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, value, group=self._group)
         return everywhere
+
+
+def _joined(faults: Iterable[str | None]) -> str | None:
+    """Make one sentence of all faults; None where there is none."""
+    found = [fault for fault in faults if fault is not None]
+    return "; ".join(found) if found else None

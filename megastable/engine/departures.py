@@ -252,7 +252,7 @@ DEPARTURES: tuple[Departure, ...] = (
     Departure(
         name="process_group: sub-groups have the timeout of the run",
         scope="process",
-        symptom="under NCCL a collective of some of the ranks fails after 10 minutes, on the world's group after 30",
+        symptom="a collective of some of the ranks fails after 10 or 30 minutes, also where it waits for a slow save",
         cause="new groups do not inherit a timeout; DeepSpeed passes none, and torch has defaults by backend",
         upstream={"torch.distributed.distributed_c10d:_get_default_timeout": "132fab7bdf9f"},
         test="tests/engine/test_process_group.py::test_sub_groups_have_the_timeout_of_the_run",

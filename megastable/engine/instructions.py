@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
+
+from megastable.engine.progress import Progress
 
 Execute = Callable[..., None]
 """Takes the engine, then the keywords of the instruction: ``buffer_id``, or nothing."""
@@ -140,6 +142,19 @@ def install_instructions(engine: PipelineEngine, table: Sequence[Instruction]) -
     if faults:
         raise ValueError(f"the table of instructions and DeepSpeed's map differ: {'; '.join(faults)}")
     engine._INSTRUCTION_MAP = {row.kind: row.ours for row in table}
+
+
+def marking_progress(table: Sequence[Instruction], progress: Progress) -> tuple[Instruction, ...]:
+    """Return ``table`` with every instruction noted as progress before it is executed."""
+
+    def marking(row: Instruction) -> Execute:
+        def execute(engine: PipelineEngine, **keywords: int) -> None:
+            progress.mark(row.kind.__name__)
+            row.ours(engine, **keywords)
+
+        return execute
+
+    return tuple(replace(row, ours=marking(row)) for row in table)
 
 
 def in_turn(*parts: Execute) -> Execute:

@@ -17,8 +17,7 @@ from megastable.engine.rendezvous import launcher_of
 
 SHELLS = frozenset({"ash", "bash", "busybox", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh"})
 """What starts a process is no launcher where it is a shell: with ``nohup`` a run has to outlive its shell."""
-TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
-VARIABLES_OF_LASTING_LAUNCHERS = (TORCHRUN_VARIABLE, "CROSS_SIZE")
+VARIABLES_OF_LASTING_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
 """Of torchrun and ``deepspeed``, which stay until their ranks have ended."""
 
 
@@ -74,10 +73,9 @@ class LauncherWatch:
 def launch_created(process: psutil.Process, environment: Mapping[str, str]) -> float:
     """Return when the launch of a process began, in seconds since the epoch.
 
-    That is when the process itself was created, but under torchrun when torchrun was: a restart of its ranks does not
-    begin another launch.
+    That is when the process itself was created, but when torchrun was where it has started its ranks anew.
     """
-    if TORCHRUN_VARIABLE in environment and process.parents():
+    if environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and process.parents():
         return float(launcher_of(process).create_time())
     return float(process.create_time())
 

@@ -35,7 +35,7 @@ class Snapshot:
 
     flats: list[dict[str, Tensor]]
     optimizer_steps: int
-    loss_scaler: dict[str, float] | None
+    loss_scaler: dict[str, Any] | None
     random: dict[str, Tensor]
 
 
@@ -74,7 +74,7 @@ class ModelState:
         return int(self._adam(self.partitions[0])["step"])
 
     @property
-    def loss_scaler(self) -> dict[str, float] | None:
+    def loss_scaler(self) -> dict[str, Any] | None:
         """Return the position of the loss scaler; None where the scale is fixed."""
         scaler = self._dynamic_scaler()
         return None if scaler is None else {name: getattr(scaler, name) for name in SCALER_POSITION}
@@ -107,7 +107,7 @@ class ModelState:
         set_random_state(snapshot.random)
         self.weights_follow_masters()
 
-    def set_counts(self, optimizer_steps: int, loss_scaler: dict[str, float] | None) -> None:
+    def set_counts(self, optimizer_steps: int, loss_scaler: dict[str, Any] | None) -> None:
         """Set what the optimizer counts, and the position of the scaler where both it and the run have one."""
         for partition in self.partitions:
             self._adam(partition)["step"].fill_(optimizer_steps)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -13,11 +12,10 @@ import torch.distributed
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from megastable.core.errors import UserError, shown
-from megastable.engine.process_group import COLLECTIVE_TIMEOUT, Peer
+from megastable.engine.process_group import Peer
+from megastable.engine.progress import Progress
 
-BEAT_SECONDS = 5.0
 POLL_SECONDS = 0.05
-SILENCE_SECONDS = COLLECTIVE_TIMEOUT.total_seconds()
 REPORT_SECONDS = 30.0
 DONE = "done"
 FAILED = "failed"
@@ -25,11 +23,11 @@ FAILED = "failed"
 Result = TypeVar("Result")
 
 
-def first_on_each_node(rank: int, peers: list[Peer], work: Callable[[], Result]) -> Result:
+def first_on_each_node(rank: int, peers: list[Peer], progress: Progress, work: Callable[[], Result]) -> Result:
     """Call ``work`` on the first rank of every node, then on the others, and return what it returned here; collective.
 
-    The first call of a node may take hours, such as the tokenising of a corpus, whose cache the others then find. A
-    collective would time out meanwhile, so they watch the store in which the working ranks show that they are alive.
+    The first call of a node may take hours, such as the tokenising of a corpus, whose cache the others then find. They
+    wait for a note in the store. Where a working rank is stopped or dead, ``hang_watch`` ends the run.
 
     Raises:
         UserError: on every rank, where ``work`` refused on one.
@@ -40,11 +38,12 @@ def first_on_each_node(rank: int, peers: list[Peer], work: Callable[[], Result])
         first_of_host.setdefault(peer.host, peer)
     workers = list(first_of_host.values())
     if peers[rank] in workers:
-        with _showing_life(store, rank):
+        with progress.at_length("preparing the data"), _noting_end(store, rank):
             outcome = _outcome(work)
     _wait_for(store, rank, workers)
     if peers[rank] not in workers:
-        outcome = _outcome(work)
+        with progress.at_length("opening the data"):
+            outcome = _outcome(work)
     # All are here at the same time now. They leave together, too: the store ends with rank 0, on which others wait.
     refusals: list[str | None] = [None] * len(peers)
     torch.distributed.all_gather_object(refusals, str(outcome) if isinstance(outcome, UserError) else None)
@@ -64,25 +63,14 @@ def _outcome(work: Callable[[], Result]) -> Result | UserError:
 
 
 @contextlib.contextmanager
-def _showing_life(store: Store, rank: int) -> Iterator[None]:
-    """Count up this rank's beats in the store from another thread, and note the end of its work, good or bad."""
-    ended = threading.Event()
-
-    def beat() -> None:
-        # A store that is gone has ended with rank 0; this rank finds that out when its work is done.
-        with contextlib.suppress(torch.distributed.DistError):
-            while not ended.wait(BEAT_SECONDS):
-                store.add(f"beats/{rank}", 1)
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
+def _noting_end(store: Store, rank: int) -> Iterator[None]:
+    """Note the end of this rank's work in the store, good or bad."""
     end = FAILED
     try:
         yield
         end = DONE
     finally:
-        ended.set()
-        thread.join()
+        # A store that is gone has ended with its host; this rank finds that out in its next collective.
         with contextlib.suppress(torch.distributed.DistError):
             store.set(f"done/{rank}", end)
 
@@ -91,14 +79,11 @@ def _wait_for(store: Store, rank: int, workers: list[Peer]) -> None:
     """Wait until all workers are done; rank 0 reports for whom it waits.
 
     Raises:
-        TimeoutError: a worker has shown no beat for as long as collectives wait.
         RuntimeError: the work of one has failed, with another error than a refusal.
     """
     started = time.monotonic()
     next_report = started + REPORT_SECONDS
     for worker in workers:
-        beats = 0
-        last_beat = time.monotonic()
         while not store.check([f"done/{worker.rank}"]):
             time.sleep(POLL_SECONDS)
             now = time.monotonic()
@@ -107,13 +92,6 @@ def _wait_for(store: Store, rank: int, workers: list[Peer]) -> None:
                 seconds = now - started
                 waits_for = f"the data on {shown(worker.host)} (rank {worker.rank}), {seconds:.0f} s so far"
                 print(f"[megastable] waits for {waits_for}", file=sys.stderr, flush=True)
-            # Adding nothing reads the count, also where there has been no beat yet.
-            seen = store.add(f"beats/{worker.rank}", 0)
-            if seen != beats:
-                beats = seen
-                last_beat = now
-            elif now - last_beat > SILENCE_SECONDS:
-                raise TimeoutError(f"rank {worker.rank} on {worker.host} shows no life while it prepares the data")
         # Its other processes would otherwise do the same work again, which may take hours.
         if store.get(f"done/{worker.rank}") == FAILED.encode():
             raise RuntimeError(f"rank {worker.rank} on {worker.host} failed while it prepared the data")

@@ -17,6 +17,7 @@ from torch import nn
 from megastable.config import RunConfig
 from megastable.config.stages import StageCut
 from megastable.core.layout import ParallelLayout
+from megastable.engine.progress import Progress
 from megastable.engine.tensor_group import ProcessTensorGroup, make_tensor_group, mark_split_parameters
 from megastable.model.block import TransformerBlock
 from megastable.model.layers import Layer, gpt_layers
@@ -126,6 +127,17 @@ def compile_blocks(module: GptPipeline, run: RunConfig) -> None:
     for block in blocks:
         # A form for each size: by default torch would compile one for all sizes when it meets the second.
         block.compile(backend=BACKEND, dynamic=False)
+
+
+def mark_compilation(progress: Progress) -> None:
+    """Note each time in which this process compiles, which may take minutes, as work at length.
+
+    It happens inside of passes: for the first micro-batch, each new size of one, and the first evaluation.
+    """
+    from torch._dynamo.callback import on_compile_end, on_compile_start
+
+    on_compile_start(lambda _: progress.begin_at_length("compiling"))
+    on_compile_end(lambda _: progress.end_at_length())
 
 
 def _make_tables(block: TransformerBlock, run: RunConfig) -> None:

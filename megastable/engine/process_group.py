@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import signal
 import socket
@@ -26,10 +27,13 @@ from megastable.core.launch import Launch
 from megastable.core.layout import ParallelLayout
 from megastable.engine.host_memory import keep_freed_memory
 from megastable.engine.launcher_watch import has_ended
+from megastable.engine.process_end import end_process
 from megastable.engine.rendezvous import CONNECT_TIMEOUT, listen_on_loopback, rendezvous
-from megastable.engine.stop_request import StopRequest, end_process
+from megastable.engine.stop_request import StopRequest
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+COLLECTIVE_TIMEOUT = timedelta(days=1)
+"""Longer than anything that a rank waits for in a healthy run: what hangs is the matter of ``hang_watch``, which knows
+whether another rank goes on meanwhile. A limit of the collectives would not, and would name no rank."""
 REFUSAL = "refusal"
 """Key of the store: why rank 0 refuses the run; empty where it does not."""
 PEER_DEATH_SHOWS_WITHIN_SECONDS = 1.0
@@ -65,11 +69,13 @@ def connected(launch: Launch) -> Iterator[list[Peer]]:
     # The group is made here and not by DeepSpeed, which would meet at the launcher's default port, where two runs on
     # one machine collide, and would ask for oneCCL where its bindings can be imported.
     torch.distributed.init_process_group(
-        backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=COLLECTIVE_TIMEOUT
+        backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=CONNECT_TIMEOUT
     )
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=COLLECTIVE_TIMEOUT)
     try:
         peers = _introduce(launch)
+        # All have met. Until then nobody watches, and a rank that does not come is missed after the shorter time.
+        torch.distributed.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT)
         if get_accelerator().device_name() == "cpu":
             share_processors(peers, launch.rank)
         yield peers
@@ -130,8 +136,10 @@ def check_equal_on_all_ranks(value: str, what: str) -> None:
     Raises:
         UserError: on every rank; the ranks that differ from rank 0 are named.
     """
+    # Of a manifest of a large run, every rank would hold a copy from every other.
+    digest = hashlib.blake2b(value.encode()).hexdigest()
     values: list[str] = [""] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
+    torch.distributed.all_gather_object(values, digest)
     different = [rank for rank, other in enumerate(values) if other != values[0]]
     if different:
         raise UserError(f"{what} is not the same on all ranks: {different} differ from rank 0")

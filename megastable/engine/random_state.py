@@ -39,36 +39,30 @@ def _combined_seed(*parts: int) -> int:
 
 
 def random_state() -> dict[str, Tensor]:
-    """Return the state of this rank's generators as tensors of numbers."""
-    version, words, gauss = random.getstate()
-    numpy_state = np.random.get_state(legacy=False)
-    assert isinstance(numpy_state, dict)
-    position = numpy_state["state"]["pos"]
-    return {
-        "python": torch.tensor([version, *words], dtype=torch.int64),
-        # One number, or none where no half of a pair is left over.
-        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "numpy": torch.tensor([position, *numpy_state["state"]["key"].tolist()], dtype=torch.int64),
-        "numpy_gauss": torch.tensor([numpy_state["has_gauss"], numpy_state["gauss"]], dtype=torch.float64),
-        "torch": torch.get_rng_state(),
-        "split": get_cuda_rng_tracker().get_states()[SPLIT_STREAM].clone(),
-        "device": torch.tensor([], dtype=torch.uint8) if _on_cpu() else get_accelerator().get_rng_state(),
-    }
+    """Return the state of this rank's torch generators, each a tensor of bytes.
+
+    Nothing here draws from Python's or numpy's, which are seeded for whoever does.
+    """
+    state = {"torch": torch.get_rng_state(), "split": get_cuda_rng_tracker().get_states()[SPLIT_STREAM].clone()}
+    if not _on_cpu():
+        state["device"] = get_accelerator().get_rng_state()
+    return state
+
+
+def is_random_state(state: dict[str, Tensor]) -> bool:
+    """Tell whether ``state`` can be one of this rank: one of another kind of device, or of another torch, cannot."""
+    own = random_state()
+    return own.keys() == state.keys() and all(
+        state[name].dtype == own[name].dtype and state[name].shape == own[name].shape for name in own
+    )
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:
     """Set this rank's generators to what ``random_state`` returned."""
-    version, *words = state["python"].tolist()
-    gauss = state["python_gauss"].tolist()
-    random.setstate((version, tuple(words), gauss[0] if gauss else None))
-    position, *keys = state["numpy"].tolist()
-    has_gauss, numpy_gauss = state["numpy_gauss"].tolist()
-    inner = {"key": np.array(keys, dtype=np.uint32), "pos": position}
-    np.random.set_state({"bit_generator": "MT19937", "state": inner, "has_gauss": int(has_gauss), "gauss": numpy_gauss})
+    # Copied, since what is read from a file is gone with it.
     torch.set_rng_state(state["torch"].clone())
     get_cuda_rng_tracker().set_states({SPLIT_STREAM: state["split"].clone()})
-    # A checkpoint of a CPU has none of a device.
-    if len(state["device"]) > 0 and not _on_cpu():
+    if "device" in state:
         get_accelerator().set_rng_state(state["device"].clone())
 
 

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import socket
 import tempfile
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import torch.distributed
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from megastable.core.errors import UserError, first_line
 from megastable.core.launch import LOOPBACK, Launch, port_fault
@@ -24,6 +25,8 @@ from megastable.core.launch_variables import sets_rank
 CONNECT_TIMEOUT = timedelta(minutes=10)
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 POLL_SECONDS = 0.05
+ATTEMPT = "attempt"
+"""Key of the launcher's store: the name of the newest attempt."""
 
 
 class AbsentError(Exception):
@@ -62,7 +65,8 @@ def _absence(launch: Launch, error: Exception) -> str:
 
 def _meet(launch: Launch) -> Store:
     if launch.store_is_hosted:
-        return TCPStore(launch.master_addr, launch.master_port, launch.world_size, timeout=CONNECT_TIMEOUT)
+        store = TCPStore(launch.master_addr, launch.master_port, launch.world_size, timeout=CONNECT_TIMEOUT)
+        return PrefixStore(_agree_on_attempt(launch, store), store)
     if launch.chooses_port:
         return _agree_on_port(launch)
     if launch.rank > 0:
@@ -80,6 +84,34 @@ def _meet(launch: Launch) -> Store:
         if "EADDRINUSE" not in str(error):
             raise
         raise UserError(port_fault(launch, os.strerror(errno.EADDRINUSE))) from error
+
+
+def _agree_on_attempt(launch: Launch, store: TCPStore) -> str:
+    """Agree on a name under which no earlier attempt of the launch has written into the launcher's store.
+
+    torchrun keeps its store where it restarts the ranks, with the addresses of those that have ended, and its count of
+    restarts leaves out those for a node that came or went. So rank 0 makes up a name, the others sign under it, and a
+    rank that finds an old name does not find its own signature among those that were counted there.
+    """
+    own = secrets.token_hex(8)
+    if launch.rank == 0:
+        store.set(ATTEMPT, own)
+        signatures = [f"{own}/{rank}" for rank in range(1, launch.world_size)]
+        _wait_for_all(store, signatures, f"{launch.master_addr}, port {launch.master_port}")
+        store.set(f"{own}/{ATTEMPT}", ",".join(store.get(key).decode() for key in signatures))
+        return own
+    signed = ""
+    deadline = time.monotonic() + CONNECT_TIMEOUT.total_seconds()
+    while time.monotonic() < deadline:
+        name = store.get(ATTEMPT).decode()
+        if name != signed:
+            store.set(f"{name}/{launch.rank}", own)
+            signed = name
+        counted = f"{name}/{ATTEMPT}"
+        if store.check([counted]) and own in store.get(counted).decode():
+            return name
+        time.sleep(POLL_SECONDS)
+    raise AbsentError(f"rank {launch.rank} has not found the others at {launch.master_addr}, port {launch.master_port}")
 
 
 def listen_on_loopback(launch: Launch) -> None:
@@ -154,22 +186,21 @@ def _publish_port(launch: Launch, port_file: Path) -> TCPStore:
             file.flush()
             # Renamed into place, so that nobody reads half a number.
             os.replace(written, port_file)
-            _wait_for_all(store, launch)
+            others = [f"connected/{rank}" for rank in range(1, launch.world_size)]
+            _wait_for_all(store, others, f"{LOOPBACK}, port {store.port}")
     finally:
         for path in (written, port_file):
             path.unlink(missing_ok=True)
     return store
 
 
-def _wait_for_all(store: TCPStore, launch: Launch) -> None:
-    """Return when all other processes are connected."""
-    others = [f"connected/{rank}" for rank in range(1, launch.world_size)]
+def _wait_for_all(store: TCPStore, others: list[str], where: str) -> None:
+    """Return when all other processes have set their keys, which are ``others``."""
     try:
         store.wait(others)
     except torch.distributed.DistStoreError as error:
         num_come = 1 + sum(store.check([name]) for name in others)
-        where = f"{LOOPBACK}, port {store.port}"
-        raise AbsentError(f"{num_come} of {launch.world_size} processes have come to {where}") from error
+        raise AbsentError(f"{num_come} of {1 + len(others)} processes have come to {where}") from error
 
 
 def _remove_abandoned_files(folder: Path) -> None:

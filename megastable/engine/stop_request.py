@@ -11,18 +11,17 @@ import contextlib
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NoReturn
 
 import psutil
 import torch.distributed
 from deepspeed.accelerator import get_accelerator
 
-from megastable.core.errors import EXIT_CODE_ASKED_NOT_SAVED, EXIT_CODE_FAILURE, shown
+from megastable.core.errors import EXIT_CODE_ASKED_NOT_SAVED, EXIT_CODE_FAILURE
 from megastable.engine.launcher_watch import LauncherWatch, launch_created
+from megastable.engine.process_end import end_process, write_soon
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Of launchers and schedulers, Ctrl-C, a terminal that is closed, SLURM's --signal=USR1."""
@@ -33,7 +32,6 @@ LOOK_SECONDS = 1.0
 """Between two looks at the launcher and the peers."""
 ORPHAN_SECONDS = 120.0
 """Without its launcher nobody ends a run that hangs: it has so long for its step and a save."""
-WRITE_SECONDS = 1.0
 EXIT_CODE_OF_SIGNAL = 128
 """What shells add to the number of the signal that has ended a program."""
 
@@ -149,7 +147,7 @@ class StopRequest:
         if self._first_signal_at is None or now - self._first_signal_at > SECOND_SIGNAL_SECONDS:
             self._first_signal_at = now
         if self.reason is None and self._rank == 0:
-            _write_soon(f"[megastable] {name}: the run stops after this step; another one ends it at once")
+            write_soon(f"[megastable] {name}: the run stops after this step; another one ends it at once")
         self.ask(f"got {name}")
 
     def look_around(self, now: float) -> None:
@@ -229,23 +227,3 @@ def listening(stop: StopRequest) -> Iterator[None]:
     finally:
         put_back()
         stop.end_listening()
-
-
-def end_process(message: str, exit_code: int) -> NoReturn:
-    """Write a message to standard error and end this process, whatever its other threads wait for."""
-    _write_soon(message)
-    # An ordinary exit would wait for communication threads whose peers do not answer any more.
-    os._exit(exit_code)
-
-
-def _write_soon(message: str) -> None:
-    """Write a message to standard error, unless that takes longer than a moment, as where a pipe is not read."""
-
-    def write() -> None:
-        sys.stdout.flush()
-        sys.stderr.write(shown(message, keep="\n") + "\n")
-        sys.stderr.flush()
-
-    writer = threading.Thread(target=write, daemon=True)
-    writer.start()
-    writer.join(WRITE_SECONDS)

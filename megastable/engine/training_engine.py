@@ -20,12 +20,19 @@ from megastable.data import MicroBatch
 from megastable.engine.consistency import ConsistencyCheck
 from megastable.engine.deepspeed_config import deepspeed_config
 from megastable.engine.flat_partitions import flat_partitions
-from megastable.engine.instructions import BusyTime, has_several_replicas, install_instructions, instruction_table
+from megastable.engine.instructions import (
+    BusyTime,
+    has_several_replicas,
+    install_instructions,
+    instruction_table,
+    marking_progress,
+)
 from megastable.engine.layer_statistics import WeightKind, weight_kinds
 from megastable.engine.layer_watch import LayerWatch
 from megastable.engine.model_state import ModelState, Snapshot
 from megastable.engine.optimizer import build_optimizer, skip_at_minimum_scale
-from megastable.engine.pipeline_module import GptPipeline, compile_blocks, uncompiled
+from megastable.engine.pipeline_module import GptPipeline, compile_blocks, mark_compilation, uncompiled
+from megastable.engine.progress import Progress
 from megastable.engine.random_state import seed_rank
 from megastable.engine.tensor_group import partial_parameters
 from megastable.engine.weight_update import WeightUpdate
@@ -74,6 +81,7 @@ class TrainingEngine:
         layout: the stages, replicas and tensor ranks of the run.
         stage: the pipeline stage of this rank.
         replica: its index among the data-parallel ranks.
+        progress: marked at every instruction.
     """
 
     def __init__(
@@ -84,9 +92,11 @@ class TrainingEngine:
         run_dir: Path,
         first_sample: int = 0,
         asked_to_stop: Callable[[], bool] = lambda: False,
+        progress: Progress | None = None,
     ) -> None:
         self._run = run
         self.layout = layout
+        self.progress = progress or Progress()
         module = GptPipeline(run, layout)
         engine, optimizer, _, _ = deepspeed.initialize(
             model=module,
@@ -105,7 +115,7 @@ class TrainingEngine:
         tensor = run.megastable.tensor_parallel
         partial = partial_parameters(module, tensor.size, tensor.sequence_parallel)
         busy = BusyTime()
-        install_instructions(engine, instruction_table(partial, busy))
+        install_instructions(engine, marking_progress(instruction_table(partial, busy), self.progress))
         self._update = WeightUpdate(
             optimizer,
             partitions,
@@ -117,6 +127,7 @@ class TrainingEngine:
         skip_at_minimum_scale(optimizer)
         if run.megastable.model.compile:
             compile_blocks(module, run)
+            mark_compilation(self.progress)
 
         # What is measured and written.
         self._watch = LayerWatch(engine, partitions, busy, run)

@@ -13,9 +13,11 @@ from megastable.data import Corpus, check_serves_run, prepare_corpus
 from megastable.engine.checkpoint import load_checkpoint, shared_faults
 from megastable.engine.checkpoint_writer import CheckpointWriter
 from megastable.engine.device import allow_fp16_on_cpu, check_compiler, check_fp16_support
+from megastable.engine.hang_watch import hangs_watched
 from megastable.engine.hostfile import check_hostfile
 from megastable.engine.node_work import first_on_each_node
 from megastable.engine.process_group import check_equal_on_all_ranks, connected, reporting_failures, stop_together
+from megastable.engine.progress import Progress
 from megastable.engine.stop_request import StopRequest, listening
 from megastable.engine.training_engine import TrainingEngine
 from megastable.engine.writers import rewind_writers
@@ -57,24 +59,27 @@ def train(start: Start, launch: Launch, folder: RunFolder, lock: RunLock | None)
     # The lock is inside of both, so that it is given back before.
     held = nullcontext() if lock is None else lock
     stop = StopRequest.of_this_process(launch.rank, run.megastable.training.time_limit)
+    progress = Progress()
     with (
         listening(stop),
         connected(launch) as peers,
         reporting_failures(launch.rank, start.plan.layout, peers, stop),
+        hangs_watched(launch, start.plan.layout, peers, progress, run.megastable.training.hang_timeout),
         held,
     ):
-        whole = _whole_start(start)
+        with progress.at_length("verifying the checkpoint"):
+            whole = _whole_start(start)
         if whole is not start:
             monitors = Monitors(whole.plan, STEP_METRICS)
             start = whole
         # After the ranks have met: tokenising may take hours on one node, where another would give up connecting.
-        corpus = first_on_each_node(launch.rank, peers, partial(_open_corpus, start, launch))
+        corpus = first_on_each_node(launch.rank, peers, progress, partial(_open_corpus, start, launch))
         check_equal_on_all_ranks(corpus.fingerprint, "the tokenised corpus of megastable.data")
         check_equal_on_all_ranks(
             start.plan.run.megastable.batch_rampup.model_dump_json(),
             "megastable.batch_rampup, with the micro-batch sizes chosen,",
         )
-        _train_connected(start, folder, corpus, monitors, stop, lock)
+        _train_connected(start, folder, corpus, monitors, stop, progress, lock)
 
 
 def _whole_start(start: Start) -> Start:
@@ -112,26 +117,30 @@ def _train_connected(
     corpus: Corpus,
     monitors: Monitors,
     stop: StopRequest,
+    progress: Progress,
     lock: RunLock | None,
 ) -> None:
     """Build the engine, bring it to where the run starts from, and train."""
     plan = start.plan
     settings = plan.run.megastable
-    engine = TrainingEngine(
-        plan.run, plan.layout, plan.ramp, folder.path, plan.phases[0].first_sample, lambda: stop.is_made
-    )
+    with progress.at_length("building the engine"):
+        engine = TrainingEngine(
+            plan.run, plan.layout, plan.ramp, folder.path, plan.phases[0].first_sample, lambda: stop.is_made, progress
+        )
     state = FRESH
     if start.checkpoint is not None and start.manifest is not None:
-        state = load_checkpoint(
-            start.checkpoint, start.manifest, engine.model_state, plan.layout, settings.training.seed
-        )
+        with progress.at_length("loading the checkpoint"):
+            state = load_checkpoint(
+                start.checkpoint, start.manifest, engine.model_state, plan.layout, settings.training.seed
+            )
         monitors.load_state_dict(start.manifest.monitors)
     # Written only now: a run that could not be built leaves the folder of an earlier one as it was.
     stop_together(None if lock is None else lock.begin_writing())
     if lock is not None:
         folder.write_config(plan.run)
         clean_up(folder.checkpoints)
-    writer = CheckpointWriter(folder.checkpoints, engine.model_state, plan.layout, settings.checkpoint)
+    loss = (lambda: None) if lock is None else lock.loss
+    writer = CheckpointWriter(folder.checkpoints, engine.model_state, plan.layout, settings.checkpoint, loss)
 
     with _make_recorder(plan, folder, lock, engine, state) as recorder:
         # On all ranks, since each has layers of its own; but weights of a checkpoint are not as they were drawn.
@@ -143,7 +152,7 @@ def _train_connected(
                 start.checkpoint, start.manifest, plan.run, plan.layout, corpus.fingerprint, folder.checkpoints
             ):
                 recorder.record_event(event)
-        checkpoints = Checkpoints(writer, monitors, recorder, run_as_dict(plan.run), corpus.fingerprint)
+        checkpoints = Checkpoints(writer, monitors, recorder, run_as_dict(plan.run), corpus.fingerprint, progress)
         last_eval_loss = train_steps(plan, engine, corpus, state, recorder, monitors, checkpoints, stop)
         recorder.note(conclusion(corpus, last_eval_loss))
 

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from megastable.checkpoints.folder import give_back_superseded
 from megastable.core.errors import AskedToStopError, RunFolderError, RunStoppedError, UserError, shown
 from megastable.core.launch import Launch, check_port
 from megastable.core.launch_variables import rank_as_given
@@ -54,7 +55,10 @@ def _plan_and_train(request: RunRequest, held: contextlib.ExitStack) -> None:
     folder.check_writable()
     # Before any checkpoint is looked for, which another run may be writing. The other ranks write nothing before they
     # have met rank 0, and so not before the folder is locked.
-    lock = held.enter_context(RunLock.take(folder)) if launch.rank == 0 else None
+    lock = None
+    if launch.rank == 0:
+        lock = held.enter_context(RunLock.take(folder))
+        give_back_superseded(folder.checkpoints)
 
     def warn(text: str) -> None:
         if launch.rank == 0:

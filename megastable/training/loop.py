@@ -20,6 +20,7 @@ from megastable.data import (
     training_micro_batches,
 )
 from megastable.engine.checkpoint import num_state_bytes
+from megastable.engine.checkpoint_writer import SaveOutcome
 from megastable.engine.process_group import stop_together
 from megastable.engine.stop_request import StopRequest
 from megastable.engine.training_engine import TrainingEngine
@@ -66,6 +67,7 @@ def train_steps(
 
     stop.begin_training()
     while state.step < plan.length.total_steps:
+        engine.progress.begin_step(state.step + 1)
         started = time.monotonic()
         if limit.is_near(stop.elapsed_seconds):
             stop.ask(f"has no time for another step within megastable.training.time_limit = {limit.seconds:g} s")
@@ -104,23 +106,27 @@ def train_steps(
         for event in events:
             recorder.record_event(event)
         # Recorded first, so that files and terminal show why; not saved, since a resume would begin with these weights.
-        if any(event.kind == STOP for event in events):
-            checkpoints.finish()
-            stop_on_stop_event(events)
+        _stop_on_stop_event(events, checkpoints)
         limit.count_round(time.monotonic() - started)
         save_is_due = is_save_due(plan, state.step)
         if save_is_due:
             checkpoints.save(state, result.loss, eval_loss)
         for outcome in checkpoints.report():
-            limit.count_save(outcome.seconds)
-            if outcome.fault is not None and settings.checkpoint.on_failure == "stop":
-                stop.ask(f"could not save step {outcome.step}, and megastable.checkpoint.on_failure is 'stop'")
+            _take_in(outcome, limit, stop, settings.checkpoint.on_failure)
         if not asked_to_stop and not is_last and (save_is_due or eval_loss is not None):
             asked_to_stop = stop.agree()  # these may have taken as long as many steps
         if asked_to_stop:
             _stop_as_asked(plan, state, result, recorder, stop.agreed_reason(), checkpoints)
     _finish(checkpoints)
     return last_eval_loss
+
+
+def _take_in(outcome: SaveOutcome, limit: TimeLimit, stop: StopRequest, on_failure: str) -> None:
+    """Let a save that has ended be counted, or end the run where the file wants that of one that failed."""
+    if outcome.fault is None:
+        limit.count_save(outcome.seconds)
+    elif on_failure == "stop":
+        stop.ask(f"could not save step {outcome.step}, and megastable.checkpoint.on_failure is 'stop'")
 
 
 def _stop_as_asked(
@@ -160,14 +166,15 @@ def _finish(checkpoints: Checkpoints) -> None:
         raise RunStoppedError(f"the run is at its end and could not save step {outcome.step}: {outcome.fault}")
 
 
-def stop_on_stop_event(events: list[Event]) -> None:
-    """End the run where an event says so.
+def _stop_on_stop_event(events: list[Event], checkpoints: Checkpoints) -> None:
+    """End the run where an event says so, once a save of an earlier step that is under way has ended.
 
     Raises:
         RunStoppedError: with the event's text.
     """
     for event in events:
         if event.kind == STOP:
+            checkpoints.finish()
             raise RunStoppedError(f"the run stops at step {event.step}: {event.text}")
 
 

@@ -108,6 +108,10 @@ class RunLock:
         was_faster = create(self.path, self._content)
         return Standing.REMOVED if was_faster else Standing.TAKEN
 
+    def loss(self) -> str | None:
+        """Say which run has taken the folder over; None while none has. From any thread."""
+        return self.describe_loss() if self.standing() is Standing.TAKEN else None
+
     def describe_loss(self) -> str:
         """Say which run has taken the folder over, for the message with which this one stops."""
         seen = None

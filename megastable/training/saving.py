@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import copy
+import json
 from typing import Any
 
 from megastable.core.records import Event, TrainingState
 from megastable.engine.checkpoint import RunRecord
 from megastable.engine.checkpoint_writer import CheckpointWriter, SaveOutcome
+from megastable.engine.progress import Progress
 from megastable.monitors import Monitors
 from megastable.training.recorder import Recorder, SilentRecorder
 
@@ -26,21 +27,25 @@ class Checkpoints:
         recorder: Recorder | SilentRecorder,
         run: dict[str, Any],
         corpus_fingerprint: str,
+        progress: Progress,
     ) -> None:
         self._writer = writer
         self._monitors = monitors
         self._recorder = recorder
         self._run = run
         self._corpus_fingerprint = corpus_fingerprint
+        self._progress = progress
         self._consumed_samples: dict[int, int] = {}
         self._last: SaveOutcome | None = None
 
     def save(self, state: TrainingState, loss: float, eval_loss: float | None) -> None:
         """Begin to save the state as it is, with the losses of its last step; collective."""
         self._consumed_samples[state.step] = state.consumed_samples
-        # Copied, since the monitors go on while it is written.
-        monitors = copy.deepcopy(self._monitors.state_dict())
-        self._writer.save(RunRecord(state, self._run, self._corpus_fingerprint, monitors, loss, eval_loss))
+        # As JSON will give it back; and a copy, since the monitors go on while it is written.
+        monitors = json.loads(json.dumps(self._monitors.state_dict()))
+        record = RunRecord(state, self._run, self._corpus_fingerprint, monitors, loss, eval_loss)
+        with self._progress.at_length("saving"):
+            self._writer.save(record)
 
     def report(self) -> list[SaveOutcome]:
         """Show and return the saves that have ended since; one that failed is an event, too."""
@@ -52,7 +57,8 @@ class Checkpoints:
 
     def finish(self) -> SaveOutcome | None:
         """Wait for a save that is under way, show how it ended, and return the outcome of the last save of this run."""
-        self._writer.wait()
+        with self._progress.at_length("waiting for a save"):
+            self._writer.wait()
         self.report()
         return self._last
 
@@ -60,6 +66,9 @@ class Checkpoints:
         consumed_samples = self._consumed_samples.pop(outcome.step)
         if outcome.fault is None:
             self._recorder.note(f"saved {outcome.folder}")
+        if outcome.warning is not None:
+            self._recorder.record_event(Event(outcome.step, consumed_samples, "not_thinned", outcome.warning, {}))
+        if outcome.fault is None:
             return
         text = f"no checkpoint of step {outcome.step}: {outcome.fault}"
         data = {"checkpoint": str(outcome.folder), "fault": outcome.fault}

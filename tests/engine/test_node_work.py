@@ -7,13 +7,13 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import pytest
 import torch.distributed
 
 from megastable.core.errors import UserError
 from megastable.engine import node_work
 from megastable.engine.node_work import first_on_each_node
 from megastable.engine.process_group import Peer
+from megastable.engine.progress import Progress
 from tests.support.output import captured_output
 from tests.support.ranks import run_ranks
 
@@ -45,23 +45,10 @@ def slow_second_node(fault: str) -> dict[str, Any]:
     found: dict[str, Any] = {"result": None, "refusal": None}
     with captured_output() as texts:
         try:
-            found["result"] = first_on_each_node(rank, peers, work)
+            found["result"] = first_on_each_node(rank, peers, Progress(), work)
         except UserError as error:
             found["refusal"] = str(error)
     return {**found, "called": called, "printed": "".join(texts)}
-
-
-def silent_worker() -> str:
-    """Let rank 1 show no life."""
-    rank, peers = nodes()
-    node_work.BEAT_SECONDS = 1000
-    node_work.SILENCE_SECONDS = 1.0
-    if rank == 1:
-        time.sleep(2)
-        return ""
-    with pytest.raises(TimeoutError) as caught:
-        first_on_each_node(rank, peers, int)
-    return str(caught.value)
 
 
 def failing_worker() -> list[str]:
@@ -75,7 +62,7 @@ def failing_worker() -> list[str]:
             raise OSError("the disk is full")
 
     try:
-        first_on_each_node(rank, peers, work)
+        first_on_each_node(rank, peers, Progress(), work)
     except (OSError, RuntimeError) as error:
         called.append(str(error))
     return called
@@ -99,8 +86,3 @@ def test_a_node_may_work_for_longer_than_a_collective_waits() -> None:
 def test_what_one_node_refuses_all_ranks_refuse() -> None:
     answers = run_ranks(slow_second_node, world_size=3, fault="no text")
     assert [answer["refusal"] for answer in answers] == ["on node1: no text"] * 3
-
-
-def test_a_node_without_a_sign_of_life_is_named() -> None:
-    first, _, third = run_ranks(silent_worker, world_size=3)
-    assert first == third == "rank 1 on node1 shows no life while it prepares the data"

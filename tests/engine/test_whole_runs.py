@@ -74,7 +74,7 @@ def test_overflows_at_every_step_of_bf16_stop_the_run_on_all_ranks_with_a_diagno
     assert finished.exit_codes == [3, 3], finished.output
     assert "the run stops at step 3" in finished.outputs[0]
     assert "(stage 0 of 2), the first such layer, is not finite" in finished.outputs[0]
-    assert "is gone" not in finished.output and "was told to stop" not in finished.output
+    assert "is gone" not in finished.output and "got SIGTERM" not in finished.output
     assert "Traceback" not in finished.output
     assert "error" not in finished.outputs[1], "one rank says why, for all"
     assert [row["skipped"] for row in metrics(tmp_path / "run")] == [True] * 3
@@ -98,7 +98,7 @@ def test_a_mistake_that_connected_ranks_find_is_reported_once_and_no_rank_report
     finished = run(trained[0], tmp_path / "run", first=find_a_mistake_late)
     assert finished.exit_codes == [2, -signal.SIGTERM], finished.output
     assert finished.output.count("the tokenised corpus of megastable.data differs") == 1
-    assert "is gone" not in finished.output and "was told to stop" not in finished.output
+    assert "is gone" not in finished.output and "got SIGTERM" not in finished.output
 
 
 def load_a_bad_weight() -> None:

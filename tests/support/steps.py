@@ -19,16 +19,17 @@ from megastable.core.records import TrainingState
 from megastable.engine.checkpoint import RunRecord, load_checkpoint
 from megastable.engine.checkpoint_writer import CheckpointWriter
 from megastable.engine.device import allow_fp16_on_cpu
+from megastable.engine.progress import Progress
 from megastable.engine.training_engine import TrainingEngine
 from megastable.planning.run_plan import RunPlan
 from tests.support.tokens import micro_batches
 
 
-def build_engine(run: RunConfig) -> tuple[RunPlan, TrainingEngine]:
+def build_engine(run: RunConfig, progress: Progress | None = None) -> tuple[RunPlan, TrainingEngine]:
     """Build the real engine of ``run`` on the world of this process."""
     allow_fp16_on_cpu(run)
     plan = RunPlan.of(run, torch.distributed.get_world_size())
-    engine = TrainingEngine(run, plan.layout, plan.ramp, Path(tempfile.gettempdir()))
+    engine = TrainingEngine(run, plan.layout, plan.ramp, Path(tempfile.gettempdir()), progress=progress)
     _let_computation_go_first()
     return plan, engine
 

@@ -27,10 +27,10 @@ ROOTS = (REPOSITORY, REPOSITORY / "megastable")
 """Where a path in the text may start: pages say ``engine/weight_update.py`` for ``megastable/engine/…``."""
 TOP_FOLDERS = {path.name for root in ROOTS for path in root.iterdir() if path.is_dir()}
 OPTIONS_OF_OTHERS = {
-    "--kill-on-bad-exit", "--log_level", "--nproc_per_node", "--num_gpus", "--quiet", "--rampup-batch-size",
-    "--standalone",
+    "--kill-on-bad-exit", "--log_level", "--max-restarts", "--nproc_per_node", "--num_gpus", "--quiet",
+    "--rampup-batch-size", "--signal", "--signals-to-handle", "--standalone",
 }  # fmt: skip
-"""Of srun, torchrun, ``deepspeed`` and Megatron-LM."""
+"""Of srun and sbatch, torchrun, ``deepspeed`` and Megatron-LM."""
 MOST_README_LINES = 120
 MOST_README_COLUMNS = 125
 """Of prose and code; a row of a table cannot be broken."""

@@ -46,7 +46,7 @@ def manifest_of(step: int, folder: Path, **changed: Any) -> Manifest:
         "corpus_fingerprint": "abc",
         "versions": {"torch": "2.13.0"},
         "monitors": {"loss_volatility": {"losses": [5.5, 5.25]}},
-        "loss_scaler": {"cur_scale": 65536.0, "cur_hysteresis": 2},
+        "loss_scaler": {"cur_scale": 65536.0, "cur_iter": 10, "last_overflow_iter": -1, "cur_hysteresis": 2},
         "optimizer_steps": step,
         "loss": 5.25,
         "eval_loss": None,

@@ -238,6 +238,9 @@ OF_THE_MANIFEST: dict[str, tuple[Damage, str]] = {
     "a text as scale": (with_value("65536", "loss_scaler", "cur_scale"), "loss_scaler.cur_scale"),
     "true as scale": (with_value(True, "loss_scaler", "cur_scale"), "cur_scale = true: must be a finite number"),
     "NaN as scale": (with_value(float("nan"), "loss_scaler", "cur_scale"), "loss_scaler.cur_scale = NaN"),
+    "a negative scale": (with_value(-3.0, "loss_scaler", "cur_scale"), "loss_scaler.cur_scale = -3.0"),
+    "half a hysteresis": (with_value(8.5, "loss_scaler", "cur_hysteresis"), "loss_scaler.cur_hysteresis = 8.5"),
+    "a scaler that lacks a count": (without("loss_scaler", "cur_iter"), "loss_scaler.cur_iter: is required"),
     "negative updates": (with_value(-1, "optimizer_steps"), "optimizer_steps = -1"),
     "a text as loss": (with_value("low", "loss"), 'loss = "low"'),
     # The files.

@@ -139,7 +139,7 @@ def test_a_death_between_the_renames_loses_nothing(tmp_path: Path, monkeypatch: 
         patched.setattr(os, "replace", die_at_the_second)
         publish(partial, final)
     assert names_in(tmp_path) == {partial.name, final.name + SUPERSEDED_SUFFIX}
-    removed, restored = clean_up(tmp_path)
+    restored, removed = clean_up(tmp_path)
     assert removed == f"removed {partial}, which a killed run left"
     assert restored.endswith("superseded was about to be replaced, and is step_00000020 again")
     assert complete_manifest(final).loss == 1

@@ -18,6 +18,7 @@ from megastable.checkpoints.manifest import (
     LayoutRecord,
     Manifest,
     PieceRecord,
+    ScalerRecord,
     StateRecord,
     TensorRecord,
     read_manifest,
@@ -56,14 +57,21 @@ def manifests(draw: st.DrawFn, folder: Path) -> Manifest:
         run=draw(st.dictionaries(texts, memories, max_size=2)),
         versions=draw(st.dictionaries(texts, texts, max_size=2)),
         monitors=draw(st.dictionaries(texts, st.dictionaries(texts, memories, max_size=2), max_size=3)),
-        loss_scaler=draw(
-            st.none() | st.dictionaries(texts, st.integers() | st.floats(allow_nan=False, allow_infinity=False))
-        ),
+        loss_scaler=draw(st.none() | scalers),
         loss=draw(st.none() | st.floats(allow_nan=False)),
         eval_loss=draw(st.none() | st.floats(allow_nan=False)),
         optimizer_steps=draw(counts),
         tensors=draw(st.dictionaries(texts, tensors(), max_size=3)),
     )
+
+
+scalers = st.builds(
+    ScalerRecord,
+    cur_scale=st.floats(0, exclude_min=True, allow_nan=False, allow_infinity=False),
+    cur_iter=counts,
+    last_overflow_iter=st.just(-1) | counts,
+    cur_hysteresis=counts,
+)
 
 
 @st.composite

@@ -108,7 +108,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunPlan, Path | None]
     """Collect the plans that reach the training, each with its checkpoint."""
     plans: list[tuple[RunPlan, Path | None]] = []
 
-    def train(start: Start, launch: object, folder: object) -> None:
+    def train(start: Start, launch: object, folder: object, lock: object) -> None:
         plans.append((start.plan, start.checkpoint))
 
     monkeypatch.setitem(sys.modules, "megastable.training.build", SimpleNamespace(train=train))

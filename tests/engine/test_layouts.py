@@ -120,6 +120,7 @@ def test_representative_layouts_continue_one_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_layout_continues_every_other_for_twenty_steps(tmp_path: Path) -> None:
     _check_matrix(tmp_path, list(LAYOUTS), list(LAYOUTS), num_steps=20)
 

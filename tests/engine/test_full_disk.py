@@ -152,7 +152,9 @@ def test_the_last_good_checkpoint_of_a_run_that_ends_on_a_full_disk_is_gone_on_f
         first=fill_the_disk, run_dir=str(run_dir), free_bytes={str(step): 0 for step in (6, 7, 8)},
         says_so_before=False,
     )  # fmt: skip
-    assert finished.exit_codes == [0, 0], finished.output
+    # All steps are taken, and the last of them are lost: that is no good end.
+    assert finished.exit_codes == [3, 3], finished.output
+    assert "the run is at its end and could not save step 8" in finished.outputs[0]
     (last_good,) = step_folders(run_dir / "checkpoints")
     assert step_of(last_good) == 5 and verify(last_good) == []
     (disk / FILLER).unlink()

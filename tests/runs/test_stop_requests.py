@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch.distributed
 
 from megastable.core.checkpoint_folder import folder_name, step_folders
 from megastable.engine.training_engine import TrainingEngine
@@ -117,6 +118,27 @@ def test_a_signal_is_followed_by_a_save_and_a_code_and_the_run_continues_exactly
     resumed = run(whole.run_file, run_dir, "--resume")
     assert resumed.exit_codes == [0, 0], resumed.output
     assert losses(run_dir) == losses(whole.run_dir)
+
+
+def be_signalled_and_leave_slowly() -> None:
+    """Let rank 1 get a signal in the second step, and need some time more than rank 0 for the end of its process."""
+    be_signalled("train_batch", 2, [1], signal.SIGTERM)
+    if os.environ["RANK"] == "1":
+        destroy = torch.distributed.destroy_process_group
+
+        def destroy_slowly() -> None:
+            destroy()
+            time.sleep(3)
+
+        setattr(torch.distributed, "destroy_process_group", destroy_slowly)  # noqa: B010  # its type is kept
+
+
+def test_a_rank_that_the_launcher_ends_for_the_end_of_another_has_the_same_code(whole: Whole, tmp_path: Path) -> None:
+    """As srun does with --kill-on-bad-exit, which then reports the highest code."""
+    words = train_command([], whole.run_file, tmp_path)
+    stopped = run_script(words, world_size=2, first=be_signalled_and_leave_slowly)
+    assert stopped.exit_codes == [SAVED, SAVED], stopped.output
+    assert "is gone" not in stopped.output
 
 
 def test_a_run_that_saves_nothing_says_so(whole: Whole, tmp_path: Path) -> None:

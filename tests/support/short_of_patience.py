@@ -13,8 +13,9 @@ ORPHAN_SECONDS = 10.0
 
 def main() -> int:
     """``short_of_patience run_file run_dir``"""
+    run_file, run_dir = sys.argv[-2:]  # before them deepspeed puts an option of its own
     stop_request.ORPHAN_SECONDS = ORPHAN_SECONDS
-    return run_command(RunRequest(run_file=Path(sys.argv[1]), run_dir=Path(sys.argv[2])))
+    return run_command(RunRequest(run_file=Path(run_file), run_dir=Path(run_dir)))
 
 
 if __name__ == "__main__":

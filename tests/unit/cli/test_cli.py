@@ -1,6 +1,7 @@
 """The ``megastable`` command: its output, and one message with exit code 2 for a user's mistake."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,7 +11,9 @@ from typer.testing import CliRunner
 from megastable.cli.main import app, main
 from megastable.cli.pictures import plot_run, read_metrics
 from megastable.config import json_schema
-from megastable.core.errors import UserError
+from megastable.core.errors import UserError, shown
+from tests.support.odd_names import ODD_NAMES
+from tests.support.tiny_run import run_dict
 from tests.unit.training.metrics_examples import HARD_STEPS, step_metrics
 
 PNG = b"\x89PNG\r\n"
@@ -92,6 +95,29 @@ def test_matplotlib_missing_is_one_message_that_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert exit_of_main(monkeypatch, "plot", str(run_dir)) == 2
     assert "pip install 'megastable[plot]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ODD_NAMES)
+def test_files_and_folders_may_have_any_name(
+    what: str, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = tmp_path / "odd" / ODD_NAMES[what]
+    odd.mkdir(parents=True)
+    run_file = odd / f"{ODD_NAMES[what]}.json"
+    run_file.write_text(json.dumps(run_dict()))
+    shutil.copytree(run_dir, odd / "run", dirs_exist_ok=True)
+    for words in (
+        ["check", str(run_file)],
+        ["check", "--json", str(run_file)],
+        ["plan", str(run_file)],
+        ["watch", "--once", str(odd / "run")],
+        ["plot", str(odd / "run"), "--output", str(odd / "out.svg")],
+    ):
+        assert exit_of_main(monkeypatch, *words) == 0, words
+    assert (odd / "out.svg").stat().st_size > 0
+    run_file.write_text("{")
+    assert exit_of_main(monkeypatch, "check", str(run_file)) == 2
+    assert shown(ODD_NAMES[what]) in capsys.readouterr().err.replace("\n", "\\n")
 
 
 @pytest.mark.parametrize("arguments", [["no-such-command"], ["plot"], ["schema", "--no-such-option"]])

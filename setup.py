@@ -27,6 +27,7 @@ setup(
         "psutil>=5.9",
         "pydantic>=2.10",
         "rich>=13",
+        "safetensors>=0.5",
         "tensorboard>=2.17",
         "tokenizers>=0.21",
         "transformers>=5",

@@ -35,6 +35,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megastable.core.scripts import Parser, run_script
+
 # A script's own folder comes first, and this one's modules are a package, because `run` is a script of peers/, too.
 sys.path[0] = str(Path(__file__).parents[1])
 
@@ -46,7 +48,7 @@ LIMIT_SECONDS = 120.0
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12, help="runs that die and come back (12)")
     parser.add_argument("--seed", type=int, default=1, help="of layouts, ranks and moments (1)")
     parser.add_argument("--only", type=int, metavar="ROUND", help="play this round of the seed alone")
@@ -143,4 +145,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

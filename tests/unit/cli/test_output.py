@@ -105,7 +105,7 @@ def scripts() -> list[Path]:
     """List the files that are run as a program."""
     root = RUN_FILES.parent
     paths = [*root.glob("benchmarks/**/*.py"), *root.glob("megastable/**/*.py"), *root.glob("launch/*.py")]
-    return sorted(path for path in paths if "__main__" in path.read_text(encoding="utf-8"))
+    return sorted(path for path in paths if 'if __name__ == "__main__"' in path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("path", scripts(), ids=lambda path: path.name)

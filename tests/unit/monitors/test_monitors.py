@@ -283,7 +283,7 @@ def test_a_new_monitor_measures_what_it_sees_of_the_learning_rate_and_the_plan()
     assert "loss_volatility" in monitors.values()
 
     state = json.loads(json.dumps(monitors.state_dict()))
-    assert state["toy"] == {"used": pytest.approx(3 * LEARNING_RATE)}
+    assert state["toy"] == {"used": pytest.approx(3 * LEARNING_RATE), "planned": pytest.approx(total)}
     resumed = Monitors(plan)
     resumed.load_state_dict(state)
     for resumed_or_not in (monitors, resumed):

@@ -75,7 +75,7 @@ IN_THE_FULL_MATRIX = ("busy with something else", "between stages")
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in IN_THE_FULL_MATRIX else []) for name in CASES],
+    [pytest.param(name, marks=[pytest.mark.exhaustive] if name in IN_THE_FULL_MATRIX else []) for name in CASES],
 )
 def test_a_stuck_rank_ends_the_run_and_is_named(name: str, tmp_path: Path) -> None:
     case = CASES[name]

@@ -119,7 +119,7 @@ def test_representative_layouts_continue_one_another(tmp_path: Path) -> None:
     _check_matrix(tmp_path, sources, ["1 stage", "2 stages, 2 tensor", "2 replicas"], num_steps=4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_every_layout_continues_every_other_for_twenty_steps(tmp_path: Path) -> None:
     _check_matrix(tmp_path, list(LAYOUTS), list(LAYOUTS), num_steps=20)

@@ -113,23 +113,23 @@ def outer(launched: Launched) -> psutil.Process:
     return launched.outer
 
 
-slow = pytest.mark.slow
+exhaustive = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize(
     ("launcher", "victim", "number"),
     [
         pytest.param(DEEPSPEED, outer, signal.SIGTERM, id="deepspeed-outer-TERM"),
-        pytest.param(DEEPSPEED, outer, signal.SIGKILL, marks=slow, id="deepspeed-outer-KILL"),
-        pytest.param(DEEPSPEED, outer, signal.SIGINT, marks=slow, id="deepspeed-outer-INT"),
-        pytest.param(DEEPSPEED, outer, signal.SIGHUP, marks=slow, id="deepspeed-outer-HUP"),
-        pytest.param(DEEPSPEED, inner, signal.SIGTERM, marks=slow, id="deepspeed-inner-TERM"),
-        pytest.param(DEEPSPEED, inner, signal.SIGKILL, marks=slow, id="deepspeed-inner-KILL"),
-        pytest.param(DEEPSPEED, inner, signal.SIGHUP, marks=slow, id="deepspeed-inner-HUP"),
-        pytest.param(TORCHRUN, outer, signal.SIGTERM, marks=slow, id="torchrun-TERM"),
-        pytest.param(TORCHRUN, outer, signal.SIGKILL, marks=slow, id="torchrun-KILL"),
-        pytest.param(TORCHRUN, outer, signal.SIGHUP, marks=slow, id="torchrun-HUP"),
-        pytest.param(TORCHRUN, outer, signal.SIGUSR1, marks=slow, id="torchrun-USR1"),
+        pytest.param(DEEPSPEED, outer, signal.SIGKILL, marks=exhaustive, id="deepspeed-outer-KILL"),
+        pytest.param(DEEPSPEED, outer, signal.SIGINT, marks=exhaustive, id="deepspeed-outer-INT"),
+        pytest.param(DEEPSPEED, outer, signal.SIGHUP, marks=exhaustive, id="deepspeed-outer-HUP"),
+        pytest.param(DEEPSPEED, inner, signal.SIGTERM, marks=exhaustive, id="deepspeed-inner-TERM"),
+        pytest.param(DEEPSPEED, inner, signal.SIGKILL, marks=exhaustive, id="deepspeed-inner-KILL"),
+        pytest.param(DEEPSPEED, inner, signal.SIGHUP, marks=exhaustive, id="deepspeed-inner-HUP"),
+        pytest.param(TORCHRUN, outer, signal.SIGTERM, marks=exhaustive, id="torchrun-TERM"),
+        pytest.param(TORCHRUN, outer, signal.SIGKILL, marks=exhaustive, id="torchrun-KILL"),
+        pytest.param(TORCHRUN, outer, signal.SIGHUP, marks=exhaustive, id="torchrun-HUP"),
+        pytest.param(TORCHRUN, outer, signal.SIGUSR1, marks=exhaustive, id="torchrun-USR1"),
     ],
 )
 def test_ranks_save_and_end_when_a_process_of_their_launcher_is_ended(
@@ -146,7 +146,7 @@ def test_ranks_save_and_end_when_a_process_of_their_launcher_is_ended(
         assert "Traceback" not in output, output
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("launcher", [DEEPSPEED, TORCHRUN], ids=["deepspeed", "torchrun"])
 def test_ctrl_c_reaches_all_processes_at_once_and_the_ranks_save(
     launch: Callable[..., Launched], launcher: list[str]
@@ -165,7 +165,7 @@ def test_ctrl_c_reaches_all_processes_at_once_and_the_ranks_save(
     assert "once more" not in output
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_process_stays_of_a_deepspeed_that_ends_before_its_ranks_begin(
     launch: Callable[..., Launched], number: int
@@ -179,7 +179,7 @@ def test_no_process_stays_of_a_deepspeed_that_ends_before_its_ranks_begin(
     assert not launched.run_dir.exists()
 
 
-@slow
+@exhaustive
 def test_no_process_stays_of_a_torchrun_that_ends_before_its_ranks_begin(launch: Callable[..., Launched]) -> None:
     launched = launch(TORCHRUN)
     launched.wait_for(lambda: len(launched.ranks()) == 2)
@@ -189,7 +189,7 @@ def test_no_process_stays_of_a_torchrun_that_ends_before_its_ranks_begin(launch:
     assert not launched.run_dir.exists()
 
 
-@slow
+@exhaustive
 @pytest.mark.parametrize("launcher", [DEEPSPEED, TORCHRUN], ids=["deepspeed", "torchrun"])
 def test_a_rank_that_hangs_and_one_that_is_stopped_end_without_their_launcher(
     launch: Callable[..., Launched], launcher: list[str]

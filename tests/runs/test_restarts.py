@@ -59,7 +59,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     [
         pytest.param(signal.SIGKILL, "rank 1 (stage 1, replica 0, tensor 0), process ", id="killed"),
         # The launcher gives a stopped rank 30 seconds to end.
-        pytest.param(signal.SIGSTOP, "[megastable] stuck: rank 1 (", id="stopped", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, "[megastable] stuck: rank 1 (", id="stopped", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_run_that_lost_a_rank_comes_back_by_itself(
@@ -121,7 +121,7 @@ def test_a_run_that_lost_a_host_ends_there_too_and_goes_on_where_it_is_started(
 
 
 @needs_two_hosts
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_that_lost_a_host_comes_back_with_the_replicas_that_are_left(tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path, **RUN, megastable__pipeline={"num_stages": 1})
     run_dir = tmp_path / "run"

@@ -15,6 +15,7 @@ PIPE_ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 PIPE_MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+ELASTIC_RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous:DynamicRendezvousHandler"
 BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 
 
@@ -240,6 +241,17 @@ DEPARTURES: tuple[Departure, ...] = (
         cause="DeepSpeed meets at the port of the launcher, whose default is the same for all, and asks for oneCCL",
         upstream={"deepspeed.comm.comm:init_distributed": "3f79e2fcf524"},
         test="tests/runs/test_launch.py::test_a_killed_run_continues_exactly_beside_another_run",
+    ),
+    Departure(
+        name="rendezvous: each attempt has a part of torchrun's store of its own",
+        scope="process",
+        symptom="ranks that torchrun has started again connect to those that have ended, and fail",
+        cause="torchrun keeps its store over restarts, and torch's own clients of it write under the same keys",
+        upstream={
+            "torch.distributed.rendezvous:_create_c10d_store": "aa6e1404d895",
+            f"{ELASTIC_RENDEZVOUS}.next_rendezvous": "85528aebd91b",
+        },
+        test="tests/engine/test_rendezvous.py::test_a_restarted_launch_reads_nothing_of_the_attempts_before",
     ),
     Departure(
         name="process_group: LOCAL_RANK is set",

@@ -52,10 +52,10 @@ class TwoHosts:
         enter = ["nsenter", "--target", str(self.holders[host]), "--user", "--net", "--mount", "--uts"]
         return [*enter, "--preserve-credentials", f"--wd={os.getcwd()}", *command]
 
-    def start(self, host: int, command: list[str]) -> subprocess.Popen[str]:
+    def start(self, host: int, command: list[str], environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
         """Start a launch on a host, as ``launches.start`` does."""
         local = {"TMPDIR": str(self.local), "HOME": str(self.local)}
-        return start(self.on(host, command), local)
+        return start(self.on(host, command), {**local, **(environment or {})})
 
     def cut(self) -> None:
         """Pull out the cable; nobody is told."""

@@ -27,8 +27,9 @@ ROOTS = (REPOSITORY, REPOSITORY / "megastable")
 """Where a path in the text may start: pages say ``engine/weight_update.py`` for ``megastable/engine/…``."""
 TOP_FOLDERS = {path.name for root in ROOTS for path in root.iterdir() if path.is_dir()}
 OPTIONS_OF_OTHERS = {
-    "--kill-on-bad-exit", "--log_level", "--max-restarts", "--nproc_per_node", "--num_gpus", "--quiet",
-    "--rampup-batch-size", "--signal", "--signals-to-handle", "--standalone",
+    "--hostfile", "--kill-on-bad-exit", "--log_level", "--master_addr", "--max-restarts", "--nnodes", "--no_ssh",
+    "--node_rank", "--nproc_per_node", "--num_gpus", "--quiet", "--rampup-batch-size", "--rdzv-backend", "--rdzv-conf",
+    "--rdzv-endpoint", "--rdzv-id", "--signal", "--signals-to-handle", "--standalone",
 }  # fmt: skip
 """Of srun and sbatch, torchrun, ``deepspeed`` and Megatron-LM."""
 MOST_README_LINES = 120

@@ -150,7 +150,7 @@ def test_a_run_that_lost_a_host_comes_back_with_the_replicas_that_are_left(tmp_p
 
 
 @needs_two_hosts
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_host_that_comes_later_is_taken_in(tmp_path: Path) -> None:
     run = {**RUN, "megastable__training": {"total_steps": 400, "seed": 7}}
     run_file = write_run_file(tmp_path, **run, megastable__pipeline={"num_stages": 1})

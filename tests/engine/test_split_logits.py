@@ -10,7 +10,7 @@ import torch.distributed
 from torch import nn
 
 from megastable.engine.tensor_group import ProcessTensorGroup
-from megastable.model.tensor_parallel import RowParallelLinear
+from megastable.model.pieces import cut, parameter_shards
 from tests.model.test_against_transformers import VOCAB_SIZE, bloom, gpt2, our_run
 from tests.support.ranks import run_ranks
 from tests.support.reference import ReferenceModel
@@ -44,15 +44,12 @@ def logits_beside_transformers() -> dict[str, float]:
 
 def copy_parts(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
     """Give every parameter its part of the whole weight of that name; a padded vocabulary is filled up."""
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            full = weights[f"{prefix}.{name}"]
-            shard = getattr(module, "shard", None)
-            if shard is not None and not (isinstance(module, RowParallelLinear) and name == "bias"):
-                padded = torch.full((shard.full_shape[0], *full.shape[1:]), 5.0)
-                padded[: len(full)] = full
-                full = shard.of(padded)
-            parameter.data.copy_(full)
+    shards = parameter_shards(model)
+    for name, parameter in model.named_parameters():
+        shard = shards[parameter]
+        parameter.data.copy_(cut(weights[name], shard))
+        if shard.padding:
+            parameter.data[shard.length :] = 5.0  # what is there is not to be seen
 
 
 def test_a_split_model_has_the_logits_of_transformers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -74,7 +75,9 @@ def _prepared(stream: TextIO | None, errors: str) -> Any:
         return open(os.devnull, "w", encoding="utf-8")
     # A stream that a caller from Python has put there takes any text as it is.
     if hasattr(stream, "reconfigure"):
-        stream.reconfigure(errors=errors)
+        # It looks where it stands, which a file that became a pipe does not know; characters are then as they were.
+        with contextlib.suppress(OSError):
+            stream.reconfigure(errors=errors)
     return ForgivingStream(stream)
 
 

@@ -87,7 +87,8 @@ def find_a_mistake_late() -> None:
     from megastable.training import build
 
     def check(value: str, what: str) -> None:
-        raise UserError(f"{what} differs")
+        if "corpus" in what:
+            raise UserError(f"{what} differs")
 
     vars(build).update(check_equal_on_all_ranks=check)
 

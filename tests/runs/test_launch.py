@@ -39,6 +39,8 @@ from tests.support.launches import (
 from tests.support.ranks import run_bounded
 from tests.support.scripts import run_script
 
+pytestmark = pytest.mark.exhaustive
+
 NUM_STEPS = 31
 """They take 336 samples: several epochs, the ramp's steps and some evaluations. No interval divides them, which shows
 what is due at the last step, too."""

@@ -22,6 +22,8 @@ from megastable.training import build
 from tests.support.launches import metrics, train_command, write_run_file
 from tests.support.scripts import FinishedScript, run_script
 
+pytestmark = pytest.mark.exhaustive
+
 NUM_STEPS = 12
 SAVED, NOT_SAVED = 75, 76
 RUN = {

@@ -36,6 +36,9 @@ COLLECTIVE_TIMEOUT = timedelta(days=1)
 whether another rank goes on meanwhile. A limit of the collectives would not, and would name no rank."""
 REFUSAL = "refusal"
 """Key of the store: why rank 0 refuses the run; empty where it does not."""
+LEAVES = "leaves"
+"""Key of the store, before a rank: it has met a mistake of the user and waits for nobody any more."""
+OTHERS_LEAVE_WITHIN = timedelta(seconds=5)
 PEER_DEATH_SHOWS_WITHIN_SECONDS = 1.0
 
 
@@ -212,6 +215,7 @@ def reporting_failures(rank: int, layout: ParallelLayout, peers: list[Peer], sto
     except UserError:
         # Rank 0 says it for all. The launcher ends the others for that, which is no loss that they should report.
         stop.leave(signal.SIG_DFL)
+        _let_others_leave(rank, len(peers))
         raise
     except Exception as error:
         end_process(_failure(error, rank, layout, peers), EXIT_CODE_FAILURE)
@@ -223,6 +227,16 @@ def _leave_together(stop: StopRequest) -> None:
     stop.leave(signal.SIG_IGN)
     # No rank goes on before every rank ignores signals.
     torch.distributed.barrier()
+
+
+def _let_others_leave(rank: int, world_size: int) -> None:
+    """Tell rank 0 that a signal may end this rank now; rank 0, for whose end a launcher sends it, waits for all."""
+    # Not a collective: an error that only some ranks have met would never end there.
+    with contextlib.suppress(torch.distributed.DistError):
+        store = torch.distributed.distributed_c10d._get_default_store()
+        store.set(f"{LEAVES}/{rank}", "")
+        if rank == 0:
+            store.wait([f"{LEAVES}/{other}" for other in range(world_size)], OTHERS_LEAVE_WITHIN)
 
 
 def _failure(error: Exception, rank: int, layout: ParallelLayout, peers: list[Peer]) -> str:

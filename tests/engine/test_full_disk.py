@@ -162,3 +162,27 @@ def test_the_last_good_checkpoint_of_a_run_that_ends_on_a_full_disk_is_gone_on_f
     assert finished.exit_codes == [0, 0], finished.output
     assert [step_of(folder) for folder in step_folders(run_dir / "checkpoints")] == [8]
     assert [row["step"] for row in metrics(run_dir)] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_run_that_is_to_stop_where_a_save_fails_does(tmp_path: Path, disk: Path, asynchronous: bool) -> None:
+    run_file = write_run_file(
+        tmp_path,
+        megastable__checkpoint={"save_interval": 2, "on_failure": "stop", "asynchronous": asynchronous},
+        megastable__training={"total_steps": 100, "seed": 7},
+    )
+    run_dir = disk / "run"
+    finished = run_script(
+        train_command([], run_file, run_dir), world_size=2,
+        first=fill_the_disk, run_dir=str(run_dir), free_bytes={str(step): 0 for step in range(4, 101)},
+        says_so_before=False,
+    )  # fmt: skip
+    # Asked to stop, and its last steps are not saved.
+    assert finished.exit_codes == [76, 76], finished.output
+    assert "could not save step 4, and megastable.checkpoint.on_failure is 'stop'" in finished.outputs[0]
+    assert "this step could not be saved" in finished.outputs[0]
+    # In the background a save may take some steps to fail, but not until the next one is due.
+    last_step = metrics(run_dir)[-1]["step"]
+    assert 4 <= last_step <= 8 if asynchronous else last_step == 4
+    (kept,) = step_folders(run_dir / "checkpoints")
+    assert step_of(kept) == 2 and verify(kept) == []

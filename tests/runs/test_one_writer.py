@@ -26,8 +26,6 @@ from megastable.training.run_lock import RunLock
 from tests.support.launches import DEEPSPEED, metrics, start, train_command, wait_for_step, write_run_file
 from tests.support.scripts import run_script
 
-pytestmark = pytest.mark.exhaustive
-
 NUM_STEPS = 12
 RUN = {
     "megastable__training": {"total_steps": NUM_STEPS, "seed": 7},

@@ -18,8 +18,6 @@ from megastable.engine.hostfile import NODE_LAUNCHER
 from megastable.engine.launcher_watch import has_ended
 from tests.support.launches import DEEPSPEED, TORCHRUN, metrics, start, train_command, wait_for_step, write_run_file
 
-pytestmark = pytest.mark.exhaustive
-
 START_WITHIN_SECONDS = 300
 GONE_WITHIN_SECONDS = 150
 """The ranks notice within a second; the rest is a step, a save and the end of the interpreters on a busy machine."""

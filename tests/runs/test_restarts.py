@@ -16,8 +16,6 @@ from tests.support.launches import TORCHRUN, metrics, start, train_command, unti
 from tests.support.scripts import run_script
 from tests.support.two_hosts import TwoHosts, two_hosts, why_not
 
-pytestmark = pytest.mark.exhaustive
-
 NUM_STEPS = 20
 KILLED_AFTER_STEP = 7
 RUN = {

@@ -15,9 +15,10 @@ _ENDING = threading.Lock()
 
 
 def end_process(message: str, exit_code: int) -> NoReturn:
-    """Write a message to standard error and end this process, whatever its other threads wait for."""
+    """Write a message, unless it is empty, to standard error, and end this process whatever its threads wait for."""
     claim_end()
-    write_soon(message)
+    if message:
+        write_soon(message)
     # An ordinary exit would wait for communication threads whose peers do not answer any more.
     os._exit(exit_code)
 

@@ -141,7 +141,7 @@ class StopRequest:
         name = signal.Signals(number).name
         exit_code = EXIT_CODE_OF_SIGNAL + number
         if not self._is_training:
-            self._end(f"[megastable] rank {self._rank} got {name} before its first step: nothing to save", exit_code)
+            self._end_at_start(name, exit_code)
         if self._first_signal_at is not None and is_second_signal(now - self._first_signal_at):
             self._end(f"[megastable] rank {self._rank} got {name} once more and ends at once", exit_code)
         if self._first_signal_at is None or now - self._first_signal_at > SECOND_SIGNAL_SECONDS:
@@ -161,6 +161,13 @@ class StopRequest:
         if not self._is_training and limit is not None and self.elapsed_seconds > limit:
             over = f"megastable.training.time_limit = {limit:g} s is over"
             self._end(f"[megastable] {over} before the first step of rank {self._rank}", EXIT_CODE_ASKED_NOT_SAVED)
+
+    def _end_at_start(self, signal_name: str, exit_code: int) -> None:
+        message = f"[megastable] rank {self._rank} got {signal_name} before its first step: nothing to save"
+        if self._rank != 0:
+            # Rank 0 has got it, too, or a launcher ends this rank for the end of another one, which has said why.
+            message = ""
+        self._end(message, exit_code)
 
     def _take_loss_of_launcher(self, reason: str, now: float) -> None:
         if not self._is_training:

@@ -42,9 +42,11 @@ def ending(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop_request, "end_process", end)
 
 
-def request(launcher: LauncherWatch | None = None, time_limit: float | None = None, so_far: float = 0) -> StopRequest:
+def request(
+    launcher: LauncherWatch | None = None, time_limit: float | None = None, so_far: float = 0, rank: int = 1
+) -> StopRequest:
     # Not rank 0, which tells the user of its signals.
-    return StopRequest(1, time_limit, launcher or LauncherWatch(), so_far)
+    return StopRequest(rank, time_limit, launcher or LauncherWatch(), so_far)
 
 
 def in_training(launcher: LauncherWatch | None = None) -> StopRequest:
@@ -63,9 +65,11 @@ def end_of(action: Callable[[], None]) -> tuple[str, int]:
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_before_the_first_step_a_signal_ends_the_process_with_the_code_of_shells(number: int) -> None:
-    message, exit_code = end_of(lambda: request().take_signal(number, now=0))
+    message, exit_code = end_of(lambda: request(rank=0).take_signal(number, now=0))
     assert exit_code == 128 + number
     assert signal.Signals(number).name in message and "nothing to save" in message
+    # Rank 0 says it for all, unless it was rank 0 for whose end the launcher ends the others.
+    assert end_of(lambda: request().take_signal(number, now=0)) == ("", 128 + number)
 
 
 @quick

@@ -20,7 +20,7 @@ from megastable.checkpoints.folder import folder_name, step_folders
 from megastable.engine.checkpoint_writer import CheckpointWriter
 from megastable.engine.training_engine import TrainingEngine
 from megastable.training import build
-from tests.support.launches import metrics, train_command, write_run_file
+from tests.support.launches import assert_holds_no_run, metrics, train_command, write_run_file
 from tests.support.scripts import FinishedScript, run_script
 
 NUM_STEPS = 12
@@ -74,11 +74,6 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 def losses(run_dir: Path) -> list[tuple[int, float, float]]:
     return [(row["step"], row["loss"], row["grad_norm"]) for row in metrics(run_dir)]
-
-
-def assert_holds_no_run(run_dir: Path) -> None:
-    """A process that ends at once leaves its lock, which blocks nobody once its holder is dead."""
-    assert {path.name for path in run_dir.iterdir()} <= {"run.lock"}
 
 
 class Whole(NamedTuple):

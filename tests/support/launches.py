@@ -76,3 +76,8 @@ def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int, time
         assert process.poll() is None, process.communicate()[0][-4000:]
         assert time.monotonic() < deadline, f"step {step} was not reached within {timeout_seconds} s"
         time.sleep(0.05)
+
+
+def assert_holds_no_run(run_dir: Path) -> None:
+    """Fail where a process that ended at once has left more than its lock, which blocks nobody once it is dead."""
+    assert not run_dir.exists() or {path.name for path in run_dir.iterdir()} <= {"run.lock"}

@@ -71,8 +71,9 @@ def continued_on(layouts: list[str], sources: list[str], folder: str, num_steps:
     """Continue the checkpoint of every source on each layout; return losses and norms by (source, layout)."""
     results = {}
     for layout in layouts:
+        # One engine for all sources: each has groups of its own, whose threads poll for as long as the process lives.
+        plan, engine = _engine(layout)
         for source in sources:
-            plan, engine = _engine(layout)
             torch.manual_seed(99)
             state = load(engine, Path(folder) / source / folder_name(SAVE_AT))
             assert engine.check_consistency()[0] == []

@@ -45,6 +45,7 @@ from megastable.config.deepspeed_keys import adamw_decouples_weight_decay, loss_
 from megastable.config.lr_schedule import lr_keys_belong_to_the_type
 from megastable.config.model import (
     capped_attention_is_plain,
+    family_computes_the_same,
     heads_divide_hidden_size,
     kv_heads_divide_heads,
     rotary_needs_even_head_dim,
@@ -88,6 +89,7 @@ RULES: tuple[Rule, ...] = (
     Rule(kv_heads_divide_heads),
     # Of heads that do not divide the width, head_dim is rounded down and says nothing.
     Rule(rotary_needs_even_head_dim, needs=(heads_divide_hidden_size,)),
+    Rule(family_computes_the_same),
     Rule(no_more_stages_than_layers),
     Rule(block_counts_make_the_model),
     Rule(type_matches_a_class),

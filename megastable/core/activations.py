@@ -221,7 +221,7 @@ def _kept_by_block(shape: ModelShape, parts: ModelParts, settings: ActivationSet
     if BLOCK in settings.recomputed:
         return stream
     whole = [kept(shape, parts, settings) for half, kept in HALF_BYTES.items() if half not in settings.recomputed]
-    return sum(whole) + stream * len(settings.recomputed)
+    return sum(whole) + stream * len(settings.recomputed) - _shared_input(shape, parts, settings)
 
 
 def _again_per_token(shape: ModelShape, parts: ModelParts, settings: ActivationSettings) -> float:
@@ -233,7 +233,15 @@ def _again_per_token(shape: ModelShape, parts: ModelParts, settings: ActivationS
 
 def block_bytes_per_token(shape: ModelShape, parts: ModelParts, settings: ActivationSettings) -> float:
     """Compute the bytes that one block keeps of one token without recomputation."""
-    return sum(kept(shape, parts, settings) for kept in HALF_BYTES.values())
+    whole = sum(kept(shape, parts, settings) for kept in HALF_BYTES.values())
+    return whole - _shared_input(shape, parts, settings)
+
+
+def _shared_input(shape: ModelShape, parts: ModelParts, settings: ActivationSettings) -> float:
+    """Compute the bytes of one token's input that both halves of a block keep, and that stands once."""
+    if not parts.parallel_residual:
+        return 0.0
+    return shape.hidden_size * settings.element_bytes / settings.slices
 
 
 def _attention_half(shape: ModelShape, parts: ModelParts, settings: ActivationSettings) -> float:

@@ -125,8 +125,10 @@ class SelfAttention(nn.Module):
             self.backend = functools.partial(math_attention, logit_cap=config.attention_logit_cap)
         self.positions = positions
         self.tensor = tensor
-        self.query_key_value = ColumnParallelLinear(fused_projection_shard(config, tensor), tensor)
-        self.output = RowParallelLinear(config.hidden_size, config.hidden_size, tensor)
+        self.query_key_value = ColumnParallelLinear(
+            fused_projection_shard(config, tensor), tensor, config.linear_biases
+        )
+        self.output = RowParallelLinear(config.hidden_size, config.hidden_size, tensor, config.linear_biases)
         self.query_norm = make_norm(config, config.head_dim) if config.qk_norm else None
         self.key_norm = make_norm(config, config.head_dim) if config.qk_norm else None
         self.scale = QueryKeyScale(config.head_dim)

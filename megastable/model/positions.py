@@ -51,15 +51,22 @@ class LearnedPositions(PositionEmbedding):
 
 
 class RotaryPositions(PositionEmbedding):
-    """Queries and keys are turned by angles that grow with the position, so that scores depend on distances."""
+    """Queries and keys are turned by angles that grow with the position, so that scores depend on distances.
+
+    Only the first channels of a head are turned where the run file asks for a share of them, as in GPT-NeoX.
+    """
 
     def __init__(self, config: ModelConfig, tensor: TensorGroup) -> None:
         super().__init__(config, tensor)
-        self._table = RotaryTable(config.head_dim, config.rotary_base)
+        self._size = config.rotary_size
+        self._table = RotaryTable(self._size, config.rotary_base)
 
     def rotate(self, x: Tensor) -> Tensor:
         """Turn queries or keys (batch, heads, seq, head_dim) by their positions."""
-        return self._table.rotate(x)
+        if self._size == x.shape[-1]:
+            return self._table.rotate(x)
+        turned, left = x.tensor_split([self._size], dim=-1)
+        return torch.cat((self._table.rotate(turned), left), dim=-1)
 
 
 class AlibiPositions(PositionEmbedding):

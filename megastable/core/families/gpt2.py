@@ -23,6 +23,7 @@ from megastable.core.families.family import (
     their_activation,
 )
 
+
 def _tensors(model: ModelSettings) -> Iterator[MappedTensor]:
     hidden = model.hidden_size
     yield same("embedding.weight", (model.vocab_size, hidden), "transformer.wte.weight")

@@ -23,6 +23,7 @@ from megastable.core.families.family import (
 )
 
 HEAD = "embed_out.weight"
+"""In files, also of transformers 5, whose class calls it lm_head."""
 
 
 def _tensors(model: ModelSettings) -> Iterator[MappedTensor]:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from megastable.config import ConfigError, ModelConfig
 from megastable.config.stages import model_parts, model_shape
 from megastable.core.errors import UserError
-from megastable.core.families.family import Family, NotExpressibleError
+from megastable.core.families.family import Family
 from megastable.core.families.registry import FAMILIES, expressing_families, nearest_family, read_config
+from megastable.core.families.their_config import NotExpressibleError
 from megastable.core.layers import num_parameters
 from tests.support.tiny_run import tiny_run
 

@@ -180,7 +180,7 @@ def compiled_blocks_read_one_text(model: ModelConfig, data: DataConfig) -> Itera
         yield Fault(
             "megastable.model.compile",
             True,
-            'must be false with megastable.data.packing "reset", or packing "continuous"',
+            'must be false with megastable.data.packing "reset"; or packing "continuous"',
         )
 
 

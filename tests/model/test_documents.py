@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -13,9 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megastable.config import RunConfig
+from megastable.config.stages import model_parts, model_shape
+from megastable.core.activations import ActivationSettings, activation_bytes
 from megastable.core.flops import HALVES
+from megastable.core.layers import StageLayers
 from megastable.core.model_parts import ATTENTION_KINDS, POSITION_KINDS
 from megastable.model.documents import Documents, DocumentScope
+from megastable.model.ends import VocabularyEmbedding, tied_logits
 from megastable.model.layers import gpt_layers
 from megastable.model.tensor_parallel import OneProcess
 from tests.support.tiny_run import tiny_run
@@ -42,7 +47,6 @@ class PackedModel(torch.nn.Module):
         layers = gpt_layers(run, OneProcess(), self.scope)
         built = [layer.build(run) for layer in layers[:-1]]
         self.layers = torch.nn.ModuleList(built)
-        self.head = layers[-1].forward or layers[-1].build(run)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Compute logits, with documents that begin anew at every end-of-document token."""
@@ -53,7 +57,9 @@ class PackedModel(torch.nn.Module):
         """Compute logits of samples that are read as one text each."""
         for layer in self.layers:
             x = layer(x)
-        return self.head(self.layers[0], x)
+        embedding = self.layers[0]
+        assert isinstance(embedding, VocabularyEmbedding)
+        return tied_logits(embedding, x)
 
 
 @cache
@@ -134,3 +140,22 @@ def test_halves_are_computed_again_with_the_documents_of_their_own_micro_batch(p
         gradients.append([parameter.grad for parameter in model.parameters()])
     for kept, again in zip(*gradients, strict=True):
         assert kept is not None and again is not None and torch.equal(kept, again)
+
+
+@every_kind
+def test_the_forecast_counts_what_all_blocks_share(position: str, attention: str) -> None:
+    run = run_of(position_embedding=position, attention=attention, rotary_fraction=1.0)
+    settings = ActivationSettings(element_bytes=4, recomputed=(), on_cpu=True)
+    sizes = model_shape(run.megastable.model), model_parts(run.megastable.model)
+    stage = StageLayers.whole(2)
+    packed, whole = (
+        activation_bytes(*sizes, stage, replace(settings, resets_at_documents=resets), 3, 1) for resets in (True, False)
+    )
+    documents = Documents(torch.zeros(3, SEQ_LENGTH, dtype=torch.long), END)
+    model = PackedModel(run)
+    with model.scope.reading(documents):
+        model.as_one_text(torch.zeros(3, SEQ_LENGTH, dtype=torch.long))
+    shared = [documents.starts, documents.positions]
+    for derived in documents._derived.values():
+        shared += derived if isinstance(derived, tuple) else [derived]
+    assert packed - whole == sum(tensor.nbytes for tensor in shared)

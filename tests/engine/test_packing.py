@@ -19,7 +19,9 @@ from megastable.model.ends import VocabularyEmbedding, tied_logits
 from megastable.model.layers import gpt_layers
 from megastable.model.tensor_parallel import OneProcess
 from megastable.planning.run_plan import RunPlan
+from tests.support.launches import metrics, train_command, write_run_file
 from tests.support.ranks import run_ranks
+from tests.support.scripts import run_script
 from tests.support.tiny_run import tiny_run
 
 END = 0
@@ -151,3 +153,20 @@ def test_a_step_is_that_of_every_document_alone(layout: str) -> None:
         for found in by_rank:
             assert found[:2] == pytest.approx(list(expected), rel=1e-5), (layout, model)
             assert found == by_rank[0]
+
+
+def test_a_run_file_that_asks_for_reset_trains_and_evaluates_with_it_on_three_stages(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path, megastable__training={"total_steps": 1, "eval_interval": 1, "seed": 7})
+    losses = {}
+    for packing in ("continuous", "reset"):
+        flags = ("--set", "megastable.pipeline.num_stages=3", "--set", f"megastable.data.packing={packing}")
+        finished = run_script(train_command([], run_file, tmp_path / packing, *flags), world_size=3)
+        assert finished.exit_codes == [0, 0, 0], finished.output
+        said = "packing: attention and positions begin anew with every document, at token 256" in finished.outputs[0]
+        assert said == (packing == "reset")
+        (row,) = metrics(tmp_path / packing)
+        losses[packing] = row["loss"], row["eval_loss"]
+    # Of the same samples and weights; the document before matters little to a fresh model.
+    for one_text, apart in zip(losses["continuous"], losses["reset"], strict=True):
+        assert one_text != apart
+        assert one_text == pytest.approx(apart, rel=0.02)

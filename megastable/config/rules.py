@@ -28,6 +28,7 @@ from megastable.config.cross_rules import (
     bpe_fits_the_model,
     bytes_fit_the_model,
     compiled_blocks_are_whole,
+    compiled_blocks_read_one_text,
     evaluation_needs_validation_data,
     head_std_needs_a_head,
     loss_chunks_hold_every_slice,
@@ -45,6 +46,7 @@ from megastable.config.deepspeed_keys import adamw_decouples_weight_decay, loss_
 from megastable.config.lr_schedule import lr_keys_belong_to_the_type
 from megastable.config.model import (
     capped_attention_is_plain,
+    family_computes_the_same,
     heads_divide_hidden_size,
     kv_heads_divide_heads,
     rotary_needs_even_head_dim,
@@ -88,6 +90,7 @@ RULES: tuple[Rule, ...] = (
     Rule(kv_heads_divide_heads),
     # Of heads that do not divide the width, head_dim is rounded down and says nothing.
     Rule(rotary_needs_even_head_dim, needs=(heads_divide_hidden_size,)),
+    Rule(family_computes_the_same),
     Rule(no_more_stages_than_layers),
     Rule(block_counts_make_the_model),
     Rule(type_matches_a_class),
@@ -120,6 +123,7 @@ RULES: tuple[Rule, ...] = (
     Rule(sequence_parallel_needs_tensor_ranks),
     Rule(loss_chunks_hold_every_slice),
     Rule(compiled_blocks_are_whole),
+    Rule(compiled_blocks_read_one_text),
     # The ramp, its micro-batches, and the length of the run.
     Rule(ramp_has_one_form),
     Rule(ramp_reaches_final),

@@ -70,7 +70,7 @@ class ChosenByType:
         return core_schema.tagged_union_schema(choices, discriminator="type")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # by identity: a union with null hashes it, and a registry has no hash
 class RegisteredName:
     """Marks a text key that names an entry of a registry: other names are refused, and the schema lists the legal ones.
 

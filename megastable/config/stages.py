@@ -94,6 +94,8 @@ def model_parts(model: ModelConfig) -> ModelParts:
         tie_embeddings=model.tie_embeddings,
         embedding_norm=model.embedding_norm,
         qk_norm=model.qk_norm,
+        linear_biases=model.linear_biases,
+        parallel_residual=model.parallel_residual,
     )
 
 

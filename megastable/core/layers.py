@@ -187,11 +187,14 @@ def largest_matrix(shape: ModelShape, stage: StageLayers, tensor_parallel_size: 
 def _block_parameters(shape: ModelShape, parts: ModelParts, tensor_parallel_size: int) -> int:
     hidden = shape.hidden_size
     fused_projection = hidden + 2 * shape.key_value_size
-    split = hidden * fused_projection + fused_projection  # column-parallel: the bias is split with the weight
+    split = hidden * fused_projection
     split += hidden * hidden  # the attention's output
-    split += hidden * shape.ffn_input_size + shape.ffn_input_size
+    split += hidden * shape.ffn_input_size
     split += shape.ffn_hidden_size * hidden
-    row_biases = 2 * hidden  # of the two outputs, whole on every rank
+    row_biases = 0
+    if parts.linear_biases:
+        split += fused_projection + shape.ffn_input_size  # column-parallel: the bias is split with the weight
+        row_biases = 2 * hidden  # of the two outputs, whole on every rank
     normed_widths = 2 * hidden  # before attention and before the feed-forward layer
     if parts.qk_norm:
         normed_widths += 2 * shape.head_dim

@@ -16,7 +16,7 @@ SWIGLU_SIZE_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class FeedForwardKind:
-    """A kind of feed-forward layer: matrices into an inner width, one matrix out of it, biases on all of them.
+    """A kind of feed-forward layer: matrices into an inner width, one matrix out of it, biases on all or none of them.
 
     Attributes:
         input_projections: matrices of hidden size x inner width into the layer; a gate is one more.
@@ -101,6 +101,7 @@ def _swiglu_inner_size(hidden_size: int) -> int:
 FEED_FORWARD_KINDS: dict[str, FeedForwardKind] = {
     # Kept are the projection, which GELU's derivative needs, and GELU's result, which is the output matrix's input.
     "gelu": FeedForwardKind(input_projections=1, kept_per_width=2, default_inner_size=_gelu_inner_size),
+    "gelu_exact": FeedForwardKind(input_projections=1, kept_per_width=2, default_inner_size=_gelu_inner_size),
     # Kept are gate and linear path, the gate after SiLU, and the product of both paths.
     "swiglu": FeedForwardKind(input_projections=2, kept_per_width=4, default_inner_size=_swiglu_inner_size),
 }
@@ -151,3 +152,7 @@ class ModelParts:
     """A norm follows the embedding, as in BLOOM."""
     qk_norm: bool
     """A norm over each head's queries and keys."""
+    linear_biases: bool
+    """Every linear layer of a block has a bias."""
+    parallel_residual: bool
+    """Both halves of a block have the same input."""

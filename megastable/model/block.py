@@ -1,7 +1,12 @@
-"""One transformer block: norm, attention, norm, feed-forward, each half added to the residual stream."""
+"""One transformer block: norm, attention, norm, feed-forward, each half added to the residual stream.
+
+The second half reads what the first has added, or, with a parallel residual, the input of the block as the first does
+(Wang and Komatsuzaki's GPT-J; Black et al., arXiv 2204.06745, section 2.1).
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 
 import torch
@@ -18,18 +23,23 @@ from megastable.model.tensor_parallel import ColumnParallelLinear, RowParallelLi
 
 
 class GeluFeedForward(nn.Module):
-    """Widens, applies GELU and narrows again."""
+    """Widens, applies GELU (Hendrycks and Gimpel, arXiv 1606.08415) and narrows again.
 
-    def __init__(self, config: ModelConfig, tensor: TensorGroup) -> None:
+    Args:
+        approximate: of torch's GELU: ``tanh``, or ``none`` for the function itself.
+    """
+
+    def __init__(self, config: ModelConfig, tensor: TensorGroup, approximate: str = "tanh") -> None:
         super().__init__()
+        self.approximate = approximate
         shard = Shard.even((config.ffn_size, config.hidden_size), 0, tensor.size, tensor.rank)
-        self.input = ColumnParallelLinear(shard, tensor)
-        self.output = RowParallelLinear(config.ffn_size, config.hidden_size, tensor)
+        self.input = ColumnParallelLinear(shard, tensor, config.linear_biases)
+        self.output = RowParallelLinear(config.ffn_size, config.hidden_size, tensor, config.linear_biases)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, seq or slice, hidden) to the same shape."""
         widened = self.input(x)  # (batch, seq, the rank's share of the inner width)
-        return self.output(F.gelu(widened, approximate="tanh"))
+        return self.output(F.gelu(widened, approximate=self.approximate))
 
 
 class SwigluFeedForward(nn.Module):
@@ -44,8 +54,8 @@ class SwigluFeedForward(nn.Module):
         gate = share_of([(0, config.ffn_size)], tensor.size, tensor.rank)
         linear = share_of([(config.ffn_size, 2 * config.ffn_size)], tensor.size, tensor.rank)
         shard = Shard((2 * config.ffn_size, config.hidden_size), 0, gate + linear)
-        self.input = ColumnParallelLinear(shard, tensor)
-        self.output = RowParallelLinear(config.ffn_size, config.hidden_size, tensor)
+        self.input = ColumnParallelLinear(shard, tensor, config.linear_biases)
+        self.output = RowParallelLinear(config.ffn_size, config.hidden_size, tensor, config.linear_biases)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, seq or slice, hidden) to the same shape."""
@@ -55,6 +65,7 @@ class SwigluFeedForward(nn.Module):
 
 FEED_FORWARDS: dict[str, Callable[[ModelConfig, TensorGroup], nn.Module]] = {
     "gelu": GeluFeedForward,
+    "gelu_exact": functools.partial(GeluFeedForward, approximate="none"),
     "swiglu": SwigluFeedForward,
 }
 """Name in a run file -> module; ``core.model_parts.FEED_FORWARD_KINDS`` has the numbers of the same names."""
@@ -77,6 +88,8 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.tensor = tensor
         self.recomputed = frozenset(recomputed)
+        self.parallel_residual = config.parallel_residual
+        self.documents = positions.documents
         self.attention_norm = make_norm(config, config.hidden_size)
         self.attention = SelfAttention(config, positions, tensor)
         self.feed_forward_norm = make_norm(config, config.hidden_size)
@@ -85,13 +98,14 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, seq or slice, hidden) to the same shape."""
-        x = x + self._half(ATTENTION, self._attend, x)
-        return x + self._half(FEED_FORWARD, self._feed_forward, x)
+        attended = x + self._half(ATTENTION, self._attend, x)
+        read = x if self.parallel_residual else attended
+        return attended + self._half(FEED_FORWARD, self._feed_forward, read)
 
     def _half(self, name: str, half: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         # An evaluation keeps nothing anyway, and would pay for the bookkeeping.
         if name in self.recomputed and torch.is_grad_enabled():
-            return self.tensor.recomputed(half, x)
+            return self.tensor.recomputed(self.documents.kept(half), x)
         return half(x)
 
     def _attend(self, x: Tensor) -> Tensor:

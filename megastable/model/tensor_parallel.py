@@ -149,13 +149,14 @@ class RowParallelLinear(SplitLayer):
     The bias is whole on every rank and added after the sum, which would otherwise count it once a rank.
     """
 
-    def __init__(self, in_features: int, out_features: int, tensor: TensorGroup) -> None:
+    def __init__(self, in_features: int, out_features: int, tensor: TensorGroup, bias: bool = True) -> None:
         super().__init__(Shard.even((out_features, in_features), 1, tensor.size, tensor.rank), tensor)
-        self.bias = nn.Parameter(torch.zeros(out_features))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, seq, share of in) to (batch, seq or slice, out)."""
-        return sum_over_ranks(differentiable_linear(x, self.weight), self.tensor) + self.bias
+        summed = sum_over_ranks(differentiable_linear(x, self.weight), self.tensor)
+        return summed if self.bias is None else summed + self.bias
 
 
 def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tensor: TensorGroup) -> Tensor:

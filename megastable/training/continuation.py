@@ -16,8 +16,9 @@ from pydantic import ValidationError
 
 from megastable.checkpoints.folder import step_folders, step_of
 from megastable.checkpoints.manifest import Manifest
-from megastable.config import ModelConfig, RunConfig, TrainingConfig
+from megastable.config import DataConfig, ModelConfig, RunConfig, TrainingConfig
 from megastable.config.run_config import differences, run_as_dict
+from megastable.config.section import Section
 from megastable.core.errors import UserError
 from megastable.core.layout import ParallelLayout
 from megastable.core.model_parts import POSITION_KINDS
@@ -31,25 +32,36 @@ MODEL_ITSELF = (
     "embedding_norm",
     "ffn_hidden_size",
     "hidden_size",
+    "linear_biases",
     "norm",
     "num_attention_heads",
     "num_key_value_heads",
     "num_layers",
+    "parallel_residual",
     "position_embedding",
     "qk_norm",
     "tie_embeddings",
     "vocab_size",
 )
 """Keys of the model that say which weights there are and what each of them is for."""
-MODEL_HABITS = ("attention_logit_cap", "dropout", "norm_eps", "output_logit_cap", "rotary_base", "seq_length")
+MODEL_HABITS = (
+    "attention_logit_cap",
+    "dropout",
+    "norm_eps",
+    "output_logit_cap",
+    "rotary_base",
+    "rotary_fraction",
+    "seq_length",
+)
 """Keys of the model that leave the weights as they are, and change what is computed with them."""
-MODEL_FREE = ("attention", "compile", "vocab_padding_multiple")
-"""Keys of the model that only say how the same is computed."""
+MODEL_FREE = ("attention", "compile", "family", "vocab_padding_multiple")
+"""Keys of the model that only say how the same is computed, or what it is called."""
 SAME_MEANING = {"ffn_hidden_size": "ffn_size", "num_key_value_heads": "kv_heads"}
 """Key of the model -> the property in which two models have to agree, however it is written."""
 
 ALLOWABLE = (
     DATA,
+    f"{DATA}.packing",
     f"{DATA}.validation_fraction",
     "megastable.init",
     "megastable.training.seed",
@@ -143,7 +155,27 @@ def changes(manifest: Manifest, run: RunConfig, layout: ParallelLayout) -> Itera
     # Stages and tensor ranks are keys of the run file; the replicas are what a launch leaves for them.
     if manifest.layout.data_parallel_size != layout.data_parallel_size:
         yield Change("data_parallel_size", manifest.layout.data_parallel_size, layout.data_parallel_size)
-    yield from (Change(*difference) for difference in differences(manifest.run, run_as_dict(run)))
+    yield from (Change(*difference) for difference in differences(_with_later_keys(manifest.run), run_as_dict(run)))
+
+
+def _with_later_keys(old: dict[str, Any]) -> dict[str, Any]:
+    """Give a checkpoint's run the keys of model and data that came after it, which it had at their defaults."""
+    sections = old.get("megastable", {})
+    filled = {
+        name: {**_defaults(kind), **sections[name]}
+        for name, kind in (("model", ModelConfig), ("data", DataConfig))
+        if name in sections
+    }
+    return {**old, "megastable": {**sections, **filled}} if filled else old
+
+
+def _defaults(kind: type[Section]) -> dict[str, Any]:
+    """Return the plain defaults of a section; a key that is null is left out by every version."""
+    return {
+        name: field.default
+        for name, field in kind.model_fields.items()
+        if not field.is_required() and field.default_factory is None and field.default is not None
+    }
 
 
 def nothing_left(checkpoint: Path, state: TrainingState, training: TrainingConfig) -> str | None:

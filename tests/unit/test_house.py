@@ -23,6 +23,7 @@ FLOORS = {
     "checkpoints": 2,
     "engine": 3,
     "training": 4,
+    "interop": 4,
     "cli": 5,
 }
 ENGINE_ONLY = ("deepspeed", "torch.distributed")

@@ -19,6 +19,8 @@ PLAIN = ModelParts(
     tie_embeddings=True,
     embedding_norm=False,
     qk_norm=False,
+    linear_biases=True,
+    parallel_residual=False,
 )
 EMBEDDING = 8 * 4
 BLOCK = (3 * 16 + 3 * 4) + (16 + 4) + (4 * 16 + 16) + (16 * 4 + 4) + 2 * 8  # q k v, output, up, down, two norms
@@ -34,6 +36,8 @@ def any_parts() -> st.SearchStrategy[ModelParts]:
         tie_embeddings=st.booleans(),
         embedding_norm=st.booleans(),
         qk_norm=st.booleans(),
+        linear_biases=st.booleans(),
+        parallel_residual=st.booleans(),
     )
 
 

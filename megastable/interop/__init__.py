@@ -1,0 +1,1 @@
+"""Floor 4: models in the formats of other programs, both ways."""

@@ -31,20 +31,30 @@ MODEL_ITSELF = (
     "embedding_norm",
     "ffn_hidden_size",
     "hidden_size",
+    "linear_biases",
     "norm",
     "num_attention_heads",
     "num_key_value_heads",
     "num_layers",
+    "parallel_residual",
     "position_embedding",
     "qk_norm",
     "tie_embeddings",
     "vocab_size",
 )
 """Keys of the model that say which weights there are and what each of them is for."""
-MODEL_HABITS = ("attention_logit_cap", "dropout", "norm_eps", "output_logit_cap", "rotary_base", "seq_length")
+MODEL_HABITS = (
+    "attention_logit_cap",
+    "dropout",
+    "norm_eps",
+    "output_logit_cap",
+    "rotary_base",
+    "rotary_fraction",
+    "seq_length",
+)
 """Keys of the model that leave the weights as they are, and change what is computed with them."""
-MODEL_FREE = ("attention", "compile", "vocab_padding_multiple")
-"""Keys of the model that only say how the same is computed."""
+MODEL_FREE = ("attention", "compile", "family", "vocab_padding_multiple")
+"""Keys of the model that only say how the same is computed, or what it is called."""
 SAME_MEANING = {"ffn_hidden_size": "ffn_size", "num_key_value_heads": "kv_heads"}
 """Key of the model -> the property in which two models have to agree, however it is written."""
 
@@ -143,7 +153,21 @@ def changes(manifest: Manifest, run: RunConfig, layout: ParallelLayout) -> Itera
     # Stages and tensor ranks are keys of the run file; the replicas are what a launch leaves for them.
     if manifest.layout.data_parallel_size != layout.data_parallel_size:
         yield Change("data_parallel_size", manifest.layout.data_parallel_size, layout.data_parallel_size)
-    yield from (Change(*difference) for difference in differences(manifest.run, run_as_dict(run)))
+    yield from (Change(*difference) for difference in differences(_with_later_keys(manifest.run), run_as_dict(run)))
+
+
+def _with_later_keys(old: dict[str, Any]) -> dict[str, Any]:
+    """Give a checkpoint's run the keys of the model that came after it, which it computed at their defaults."""
+    sections = old.get("megastable", {})
+    if "model" not in sections:
+        return old
+    defaults = {
+        name: field.default
+        for name, field in ModelConfig.model_fields.items()
+        # A key that is null is left out by every version.
+        if not field.is_required() and field.default is not None
+    }
+    return {**old, "megastable": {**sections, "model": {**defaults, **sections["model"]}}}
 
 
 def nothing_left(checkpoint: Path, state: TrainingState, training: TrainingConfig) -> str | None:

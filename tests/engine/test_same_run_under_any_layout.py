@@ -33,6 +33,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "megastable__batch_rampup": {"steps": [[0, 4], [12, 8], [28, 16]], "micro_batch_size_steps": [[8, 2]]},
         "megastable__pipeline__activation_checkpointing": True,
     },
+    "GPT-NeoX without biases, halves recomputed, loss in chunks": {
+        "megastable__model__rotary_fraction": 0.25,
+        "megastable__model__parallel_residual": True,
+        "megastable__model__linear_biases": False,
+        "megastable__model__activation": "gelu_exact",
+        "megastable__pipeline__activation_checkpointing": ["attention", "feed_forward"],
+        "megastable__training__loss_chunk_tokens": 8,
+    },
     "no clipping, one key-value head, capped logits, z-loss": {
         "gradient_clipping": 0.0,
         "megastable__model__num_key_value_heads": 1,

@@ -67,6 +67,7 @@ def plain_self_attention(module: SelfAttention, x: Tensor, kv_heads: int, positi
         queries, keys = plain_rotation(queries, ROTARY_BASE), plain_rotation(keys, ROTARY_BASE)
     attended = plain_attention(queries, keys, values, ALIBI_SLOPES if positions == "alibi" else None)
     joined = torch.cat(attended.unbind(dim=1), dim=-1)
+    assert module.output.bias is not None
     return torch.nn.functional.linear(joined, module.output.weight.double(), module.output.bias.double())
 
 

@@ -25,6 +25,12 @@ BLOCKS: dict[str, dict[str, Any]] = {
         "megastable__model__num_key_value_heads": 2,
         "megastable__model__qk_norm": True,
     },
+    "GPT-NeoX": {
+        "megastable__model__rotary_fraction": 0.25,
+        "megastable__model__parallel_residual": True,
+        "megastable__model__linear_biases": False,
+        "megastable__model__activation": "gelu_exact",
+    },
     "capped": {"megastable__model__attention_logit_cap": 5.0},
     "halves": {"megastable__pipeline__activation_checkpointing": ["attention", "feed_forward"]},
 }

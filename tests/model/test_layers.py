@@ -119,6 +119,7 @@ def test_dropout_acts_on_the_embedding_and_on_both_residual_branches() -> None:
     for branch in (block.attention, block.feed_forward):
         for parameter in branch.parameters():
             torch.nn.init.zeros_(parameter)
+        assert branch.output.bias is not None
         torch.nn.init.ones_(branch.output.bias)
     change = block(torch.zeros(1, 16, 32))  # 1 from each branch, each doubled or dropped
     assert set(change.unique().tolist()) == {0.0, 2.0, 4.0}

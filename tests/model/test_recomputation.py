@@ -36,9 +36,11 @@ def test_every_kind_but_the_block_is_a_half() -> None:
     assert list(RECOMPUTED_KINDS) == ["block", *HALVES] and LAYER_OF_HALF.keys() == set(HALVES)
 
 
+@pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("kinds", CHOICES)
-def test_gradients_are_equal_to_the_bit_with_dropout(kinds: list[str]) -> None:
-    kept, again = (output_and_gradients(model_of(k, megastable__model__dropout=0.3)) for k in (False, kinds))
+def test_gradients_are_equal_to_the_bit_with_dropout(kinds: list[str], parallel: bool) -> None:
+    changes = {"megastable__model__dropout": 0.3, "megastable__model__parallel_residual": parallel}
+    kept, again = (output_and_gradients(model_of(k, **changes)) for k in (False, kinds))
     assert all(torch.equal(one, other) for one, other in zip(kept, again, strict=True))
     without_dropout = output_and_gradients(model_of(False))
     assert not torch.equal(kept[0], without_dropout[0]), "nothing was dropped"

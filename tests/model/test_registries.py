@@ -143,6 +143,23 @@ def test_the_numbers_of_a_kind_are_those_of_its_module(key: str, name: str) -> N
         assert_operations_are_those_that_run(run)
 
 
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"linear_biases": False},
+        {"parallel_residual": True},
+        {"linear_biases": False, "parallel_residual": True, "activation": "swiglu", "norm": "rmsnorm"},
+    ],
+    ids=str,
+)
+def test_the_numbers_of_a_switch_are_those_of_the_block(switches: dict[str, Any]) -> None:
+    changes = {f"megastable__model__{key}": value for key, value in switches.items()}
+    run = run_with(megastable__model__position_embedding="learned", megastable__model__attention="math", **changes)
+    assert_bytes_are_those_that_a_block_keeps(run)
+    assert_weights_are_those_of_the_built_layers(run)
+    assert_operations_are_those_that_run(run)
+
+
 @pytest.mark.parametrize("name", POSITION_KINDS)
 def test_a_position_embedding_has_the_table_and_the_bias_that_core_counts(name: str) -> None:
     model = tiny_run(megastable__model__position_embedding=name).megastable.model
@@ -161,7 +178,7 @@ def test_the_toys_are_unknown_until_they_are_registered() -> None:
 
 @pytest.mark.usefixtures("toys")
 def test_a_fault_lists_a_kind_that_was_added() -> None:
-    with pytest.raises(ConfigError, match="must be one of 'gelu', 'swiglu', 'toy'"):
+    with pytest.raises(ConfigError, match="must be one of 'gelu', 'gelu_exact', 'swiglu', 'toy'"):
         tiny_run(megastable__model__activation="nonesuch")
     assert toy_parts.NAME in legal_names("activation"), "an editor does not offer it"
     with pytest.raises(ConfigError, match="must be auto or math with attention_logit_cap"):

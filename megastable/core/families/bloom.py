@@ -5,21 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megastable.core.families.family import (
-    ONE_KEY_A_QUERY,
-    PLAIN,
-    Condition,
-    Family,
-    FusedRows,
-    MappedTensor,
-    ModelSettings,
-    ReadModel,
-    Switch,
-    TheirConfig,
-    layer_norm,
-    linear,
-    same,
-)
+from megastable.core.families.family import ONE_KEY_A_QUERY, PLAIN, Condition, Family, MappedTensor, Switch
+from megastable.core.families.model_settings import ModelSettings
+from megastable.core.families.tables import FusedRows, layer_norm, linear, same
+from megastable.core.families.their_config import ReadModel, TheirConfig
 
 TRAINED_LENGTH = 2048
 """Tokens of a sample of BLOOM's own training: its published config.json names no length."""

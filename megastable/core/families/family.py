@@ -7,56 +7,14 @@ both how to write our tensors as theirs and how to read theirs as ours.
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
-from megastable.core.errors import UserError
+from megastable.core.families.model_settings import ModelSettings
+from megastable.core.families.their_config import ReadModel, TheirConfig
 from megastable.core.pieces import Shard, Span
-
-
-class ModelSettings(Protocol):
-    """The keys of a run file's model section that a family reads; ``config.ModelConfig`` has them all."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def ffn_size(self) -> int: ...
-    @property
-    def seq_length(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def position_embedding(self) -> str: ...
-    @property
-    def rotary_base(self) -> float: ...
-    @property
-    def rotary_fraction(self) -> float: ...
-    @property
-    def norm(self) -> str: ...
-    @property
-    def norm_eps(self) -> float: ...
-    @property
-    def activation(self) -> str: ...
-    @property
-    def linear_biases(self) -> bool: ...
-    @property
-    def parallel_residual(self) -> bool: ...
-    @property
-    def embedding_norm(self) -> bool: ...
-    @property
-    def tie_embeddings(self) -> bool: ...
-    @property
-    def dropout(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -82,9 +40,8 @@ class Switch:
 
 
 def _as_json(value: Any) -> str:
-    """Write a switch's value as a run file has it."""
-    words = {None: "null", True: "true", False: "false"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)
+    """Write a switch's value as a run file has it, a name without its quotes."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 @dataclass(frozen=True)
@@ -139,14 +96,6 @@ class MappedTensor:
         """Return the shape of the tensor of theirs."""
         shape = self.shard_of(part).shape
         return shape[::-1] if part.transposed else shape
-
-
-@dataclass(frozen=True)
-class ReadModel:
-    """The model section that a config.json asks for, and what of the file it leaves out, one sentence each."""
-
-    section: dict[str, Any]
-    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -211,165 +160,6 @@ class Family:
             "tie_word_embeddings": model.tie_embeddings,
             **self.write_config(model),
         }
-
-
-class NotExpressibleError(UserError):
-    """A config.json asks for what our model cannot compute."""
-
-
-@dataclass(frozen=True)
-class TheirConfig:
-    """A config.json under reading, which remembers no state: every method names the key that it refuses."""
-
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-    def size(self, *names: str, default: int | None = None) -> int:
-        """Return a whole number from 1, under the first of its ``names`` that is there."""
-        name, value = self._first(names, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise _refused(name, value, "must be a whole number from 1")
-        return value
-
-    def number(self, *names: str, default: float | None = None) -> float:
-        """Return a finite number, under the first of its ``names`` that is there."""
-        name, value = self._first(names, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise _refused(name, value, "must be a finite number")
-        return float(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        """Return true or false."""
-        value = self.values.get(name, default)
-        if not isinstance(value, bool):
-            raise _refused(name, value, "must be true or false")
-        return value
-
-    def chosen(self, name: str, choices: Mapping[str, str], default: str) -> str:
-        """Return our name of the value, which has to be among the ``choices``."""
-        value = self.values.get(name, default)
-        if not isinstance(value, str) or value not in choices:
-            raise _refused(name, value, f"must be {' or '.join(choices)}; nothing else is built here")
-        return choices[value]
-
-    def must_be(self, name: str, expected: Any) -> None:
-        """Refuse any value but ``expected``, which is what the class takes a missing key for."""
-        value = self.values.get(name, expected)
-        if value != expected:
-            raise _refused(name, value, f"must be {_as_json(expected)}; nothing else is built here")
-
-    def one_dropout(self, *names: str, default: float) -> tuple[float, tuple[str, ...]]:
-        """Return the one share of values that all of ``names`` drop, with a remark where there is no such share."""
-        shares = {name: self.number(name, default=default) for name in names}
-        if len(set(shares.values())) == 1:
-            return shares[names[0]], ()
-        listed = ", ".join(f"{name} {share}" for name, share in shares.items())
-        return 0.0, (f"dropout is one number here, and config.json has several ({listed}): it is off",)
-
-    def rotary(self, fraction: float) -> tuple[float, float]:
-        """Return base and share of the turned channels; refuse angles that are scaled.
-
-        Args:
-            fraction: of a config.json that gives none.
-        """
-        # transformers 5 has one object, the versions before it a key for each value.
-        given = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
-        if not isinstance(given, Mapping):
-            raise _refused("rope_parameters", given, "must be an object")
-        kind = given.get("rope_type", given.get("type", "default"))
-        if kind != "default":
-            raise _refused("rope_parameters.rope_type", kind, "must be default; scaled angles are not built here")
-        parameters = TheirConfig({**self.values, **given})
-        base = parameters.number("rope_theta", "rotary_emb_base", default=10000.0)
-        return base, parameters.number("partial_rotary_factor", "rotary_pct", default=fraction)
-
-    def _first(self, names: tuple[str, ...], default: Any) -> tuple[str, Any]:
-        for name in names:
-            if self.values.get(name) is not None:
-                return name, self.values[name]
-        if default is None:
-            raise NotExpressibleError(f"config.json: {names[0]} is missing")
-        return names[0], default
-
-
-def _refused(name: str, value: Any, legal: str) -> NotExpressibleError:
-    return NotExpressibleError(f"config.json: {name} is {value!r}: {legal}")
-
-
-def same(name: str, shape: tuple[int, ...], theirs: str, transposed: bool = False) -> MappedTensor:
-    """Map one tensor of ours to one of theirs, row by row."""
-    return MappedTensor(name, shape, (Part(theirs, ((0, shape[0]),), transposed),))
-
-
-def linear(
-    ours: str, theirs: str, out_features: int, in_features: int, biases: bool = True, transposed: bool = False
-) -> Iterator[MappedTensor]:
-    """Yield weight and bias of a linear layer.
-
-    Args:
-        transposed: the class keeps the weight as (in, out).
-    """
-    yield same(f"{ours}.weight", (out_features, in_features), f"{theirs}.weight", transposed)
-    if biases:
-        yield same(f"{ours}.bias", (out_features,), f"{theirs}.bias")
-
-
-def layer_norm(ours: str, theirs: str, width: int, has_bias: bool = True) -> Iterator[MappedTensor]:
-    """Yield scale and bias of a norm."""
-    yield same(f"{ours}.weight", (width,), f"{theirs}.weight")
-    if has_bias:
-        yield same(f"{ours}.bias", (width,), f"{theirs}.bias")
-
-
-@dataclass(frozen=True)
-class FusedRows:
-    """Rows of our fused projection: for each key-value head its query heads, then its key, then its value."""
-
-    kv_heads: int
-    queries_per_kv_head: int
-    head_dim: int
-
-    @classmethod
-    def of(cls, model: ModelSettings) -> FusedRows:
-        """Lay the rows out for a model."""
-        return cls(model.kv_heads, model.num_attention_heads // model.kv_heads, model.head_dim)
-
-    @property
-    def total(self) -> int:
-        """Return the number of rows."""
-        return self.kv_heads * (self.queries_per_kv_head + 2) * self.head_dim
-
-    @property
-    def queries(self) -> tuple[Span, ...]:
-        """Return the rows of all queries, head by head."""
-        return self._of_each_head(0, self.queries_per_kv_head)
-
-    @property
-    def keys(self) -> tuple[Span, ...]:
-        """Return the rows of all keys."""
-        return self._of_each_head(self.queries_per_kv_head, self.queries_per_kv_head + 1)
-
-    @property
-    def values(self) -> tuple[Span, ...]:
-        """Return the rows of all values."""
-        return self._of_each_head(self.queries_per_kv_head + 1, self.queries_per_kv_head + 2)
-
-    def _of_each_head(self, first: int, stop: int) -> tuple[Span, ...]:
-        starts = range(0, self.total, (self.queries_per_kv_head + 2) * self.head_dim)
-        return tuple((start + first * self.head_dim, start + stop * self.head_dim) for start in starts)
-
-
-ACTIVATIONS: Mapping[str, str] = {
-    "gelu_new": "gelu",
-    "gelu_pytorch_tanh": "gelu",
-    "gelu_fast": "gelu",
-    "gelu": "gelu_exact",
-}
-"""Their name of an activation -> ours; the first of each is the one that is written."""
-
-
-def their_activation(ours: str) -> str:
-    """Return the name in config.json of one of our activations."""
-    return next(theirs for theirs, name in ACTIVATIONS.items() if name == ours)
 
 
 ONE_KEY_A_QUERY = Condition(

@@ -5,23 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megastable.core.families.family import (
-    ACTIVATIONS,
-    ONE_KEY_A_QUERY,
-    PLAIN,
-    Family,
-    FusedRows,
-    MappedTensor,
-    ModelSettings,
-    Part,
-    ReadModel,
-    Switch,
-    TheirConfig,
-    layer_norm,
-    linear,
-    same,
-    their_activation,
-)
+from megastable.core.families.family import ONE_KEY_A_QUERY, PLAIN, Family, MappedTensor, Part, Switch
+from megastable.core.families.model_settings import ModelSettings
+from megastable.core.families.tables import FusedRows, layer_norm, linear, same
+from megastable.core.families.their_config import ACTIVATIONS, ReadModel, TheirConfig, their_activation
 
 
 def _tensors(model: ModelSettings) -> Iterator[MappedTensor]:

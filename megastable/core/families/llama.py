@@ -5,21 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megastable.core.families.family import (
-    PLAIN,
-    Family,
-    FusedRows,
-    MappedTensor,
-    ModelSettings,
-    NotExpressibleError,
-    Part,
-    ReadModel,
-    Switch,
-    TheirConfig,
-    layer_norm,
-    linear,
-    same,
-)
+from megastable.core.families.family import PLAIN, Family, MappedTensor, Part, Switch
+from megastable.core.families.model_settings import ModelSettings
+from megastable.core.families.tables import FusedRows, layer_norm, linear, same
+from megastable.core.families.their_config import NotExpressibleError, ReadModel, TheirConfig
 
 ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu"}
 

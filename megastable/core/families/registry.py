@@ -6,17 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from megastable.core.families.bloom import BLOOM
-from megastable.core.families.family import (
-    Contradiction,
-    Family,
-    ModelSettings,
-    NotExpressibleError,
-    ReadModel,
-    TheirConfig,
-)
+from megastable.core.families.family import Contradiction, Family
 from megastable.core.families.gpt2 import GPT2
 from megastable.core.families.gpt_neox import GPT_NEOX
 from megastable.core.families.llama import LLAMA
+from megastable.core.families.model_settings import ModelSettings
+from megastable.core.families.their_config import NotExpressibleError, ReadModel, TheirConfig
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2, BLOOM, LLAMA, GPT_NEOX)}
 """Name in a run file -> family. To add one: a file with its definition, and its place in this line."""

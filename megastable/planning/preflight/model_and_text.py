@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 
 from megastable.config import BytesTokenizerConfig
+from megastable.core.families.registry import FAMILIES, expressing_families, nearest_family
 from megastable.core.init_std import INIT_SCHEMES, MatrixSize, megatron_530b, residual_output_std
 from megastable.planning.preflight.review import Finding, Level, Review
 
@@ -119,6 +120,21 @@ def vocabulary_suits_the_kernels(review: Review) -> Iterator[Finding]:
             "tiles",
             f'"vocab_padding_multiple": {multiple}',
         )
+
+
+def some_class_expresses_the_model(review: Review) -> Iterator[Finding]:
+    """Find a model that no class of `transformers` computes, so that what is trained stays here."""
+    if expressing_families(review.model):
+        return
+    family, contradictions = nearest_family(review.model)
+    reasons = ", ".join(str(contradiction) for contradiction in contradictions)
+    yield Finding(
+        "note",
+        f"megastable.model.{contradictions[0].key}",
+        f"none of the {len(FAMILIES)} known classes of transformers can express this model, which therefore cannot be "
+        f"exported; the nearest is {family.class_name}, where {reasons}",
+        f'"family": "{family.name}" and no other value of these keys, for a model that is exported',
+    )
 
 
 def text_is_here(review: Review) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from megastable.planning.preflight.batches import (
 from megastable.planning.preflight.model_and_text import (
     evaluation_has_text,
     head_dim_suits_the_kernels,
+    some_class_expresses_the_model,
     std_fits_the_depth,
     std_fits_the_width,
     text_holds_a_batch,
@@ -74,6 +75,7 @@ RULES: tuple[Rule, ...] = (
     std_fits_the_depth,
     head_dim_suits_the_kernels,
     vocabulary_suits_the_kernels,
+    some_class_expresses_the_model,
     ramp_ends_within_the_run,
     chosen_micro_batches_are_shown,
     micro_batch_steps_are_reached,

@@ -51,6 +51,36 @@ CASES = (
         f"{M}.model.position_embedding",
         (f"{M}.model.hidden_size=20", f"{M}.model.position_embedding=alibi"),
     ),
+    Case(  # a head of 32
+        "rotary_needs_even_head_dim",
+        (f"{M}.model.rotary_fraction=0.16",),
+        f"{M}.model.rotary_fraction",
+        (f"{M}.model.rotary_fraction=0.19",),
+    ),
+    Case(
+        "rotary_needs_even_head_dim",
+        (f"{M}.model.rotary_fraction=0.03",),
+        f"{M}.model.rotary_fraction",
+        (f"{M}.model.rotary_fraction=0.03", f"{M}.model.position_embedding=learned"),
+    ),
+    Case(
+        "family_computes_the_same",
+        (f"{M}.model.family=gpt2", f"{M}.model.norm=rmsnorm"),
+        f"{M}.model.norm",
+        (f"{M}.model.family=llama", f"{M}.model.norm=rmsnorm"),
+    ),
+    Case(
+        "family_computes_the_same",
+        (f"{M}.model.family=gpt_neox", f"{M}.model.num_key_value_heads=2"),
+        f"{M}.model.num_key_value_heads",
+        (f"{M}.model.family=gpt_neox", f"{M}.model.num_key_value_heads=4", f"{M}.model.rotary_fraction=0.5"),
+    ),
+    Case(
+        "family_computes_the_same",
+        (f"{M}.model.family=bloom", f"{M}.model.ffn_hidden_size=256"),
+        f"{M}.model.ffn_hidden_size",
+        (f"{M}.model.family=bloom", f"{M}.model.ffn_hidden_size=512"),
+    ),
     Case(
         "no_more_stages_than_layers",
         (f"{M}.pipeline.num_stages=6",),

@@ -388,6 +388,22 @@ CASES = (
         says="1234",
     ),
     Case(
+        "some_class_expresses_the_model",
+        (f"{M}.model.qk_norm=true",),
+        f"{M}.model.qk_norm",
+        (f"{M}.model.qk_norm=false",),
+        level="note",
+        says="the nearest is GPTNeoXForCausalLM, where qk_norm is true and must be false",
+    ),
+    Case(
+        "some_class_expresses_the_model",
+        (f"{M}.model.norm=rmsnorm", f"{M}.model.activation=swiglu", f"{M}.model.parallel_residual=true"),
+        f"{M}.model.parallel_residual",
+        (f"{M}.model.norm=rmsnorm", f"{M}.model.activation=swiglu", f"{M}.model.num_key_value_heads=4"),
+        level="note",
+        says="the nearest is LlamaForCausalLM, where parallel_residual is true and must be false",
+    ),
+    Case(
         "text_is_here",
         (),
         f"{M}.data.source.path",

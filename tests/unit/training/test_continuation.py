@@ -71,10 +71,12 @@ OTHER_MODELS: dict[str, Changes] = {
     "embedding_norm": ({}, model(embedding_norm=True)),
     "ffn_hidden_size": ({}, model(ffn_hidden_size=64)),
     "hidden_size": ({}, model(hidden_size=64)),
+    "linear_biases": ({}, model(linear_biases=False)),
     "norm": ({}, model(norm="rmsnorm")),
     "num_attention_heads": ({}, model(num_attention_heads=2)),
     "num_key_value_heads": (model(num_key_value_heads=2), {}),
     "num_layers": ({}, model(num_layers=5)),
+    "parallel_residual": ({}, model(parallel_residual=True)),
     "position_embedding": ({}, model(position_embedding="alibi")),
     "qk_norm": (model(qk_norm=True), {}),
     "tie_embeddings": ({}, model(tie_embeddings=False)),
@@ -97,6 +99,9 @@ def test_another_model_is_refused_by_name_whatever_is_allowed(key: str) -> None:
         assert line.endswith("; the weights are of the model that they were trained with")
 
 
+AS_TINY = {"activation": "gelu", "rotary_fraction": 1.0, "parallel_residual": False, "tie_embeddings": True}
+"""What the family would set otherwise."""
+
 SAME_MODELS: dict[str, Changes] = {
     "heads written out": ({}, model(num_key_value_heads=4)),
     "heads left out": (model(num_key_value_heads=4), {}),
@@ -104,6 +109,7 @@ SAME_MODELS: dict[str, Changes] = {
     "another padding": ({}, model(vocab_padding_multiple=8)),
     "another backend": ({}, model(attention="math")),
     "compiled": ({}, model(compile=True)),
+    "named after a family": ({}, model(family="gpt_neox", **AS_TINY)),
 }
 
 
@@ -112,6 +118,16 @@ def test_the_same_model_in_other_words_continues(name: str) -> None:
     before, now = SAME_MODELS[name]
     (warning,) = warnings_of(saved(tiny_run(**before)), tiny_run(**now))
     assert warning.startswith("changed since the checkpoint: megastable.model.")
+
+
+def test_a_checkpoint_from_before_a_key_of_the_model_continues_at_its_default() -> None:
+    values = run_as_dict(tiny_run())
+    for key in ("linear_biases", "parallel_residual", "rotary_fraction"):
+        del values["megastable"]["model"][key]
+    manifest = saved(tiny_run()).model_copy(update={"run": values})
+    assert warnings_of(manifest, tiny_run()) == []
+    (line,) = refusal_of(manifest, tiny_run(megastable__model__linear_biases=False))
+    assert line.startswith("megastable.model.linear_biases: True in the checkpoint, False now")
 
 
 def test_a_model_of_another_version_is_compared_as_it_is_written() -> None:
@@ -139,6 +155,7 @@ HABITS: dict[str, list[Changes]] = {
     "megastable.model.norm_eps": [({}, model(norm_eps=1e-6))],
     "megastable.model.output_logit_cap": [(model(output_logit_cap=30.0), {})],
     "megastable.model.rotary_base": [({}, model(rotary_base=500_000.0))],
+    "megastable.model.rotary_fraction": [({}, model(rotary_fraction=0.5))],
     "megastable.model.seq_length": [({}, model(seq_length=32))],
 }
 

@@ -31,7 +31,7 @@ from megastable.core.errors import UserError
 from megastable.core.layout import ParallelLayout
 from megastable.core.pieces import Piece
 from megastable.core.records import TrainingState
-from megastable.engine.checkpoint_tensors import KINDS, opened, read_piece, tensor_key
+from megastable.engine.checkpoint_tensors import KINDS, file_name, opened, read_piece, tensor_key
 from megastable.engine.flat_partitions import FlatPartition, HeldParameter
 from megastable.engine.model_state import ModelState, Snapshot
 from megastable.engine.random_state import is_random_state, seed_rank, set_random_state
@@ -64,11 +64,6 @@ class RankRecord:
     file: FileRecord
     tensors: dict[str, tuple[tuple[int, ...], PieceRecord]]
     """Name to the shape of the whole tensor and the piece of it in the file."""
-
-
-def file_name(rank: int) -> str:
-    """Return the name of the file that ``rank`` writes."""
-    return f"rank_{rank:05d}.safetensors"
 
 
 def num_state_bytes(partitions: list[FlatPartition]) -> int:

@@ -24,6 +24,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = (MASTER, *MOMENTS)
 
 
+def file_name(rank: int) -> str:
+    """Return the name of the file that ``rank`` writes."""
+    return f"rank_{rank:05d}.safetensors"
+
+
 def tensor_key(kind: str, name: str) -> str:
     """Return the name in a file of the tensor ``name`` of a kind."""
     return f"{kind}/{name}"

@@ -27,7 +27,8 @@ from megastable.checkpoints.verify import faults_of_file
 from megastable.config.training import CheckpointConfig
 from megastable.core.errors import UserError
 from megastable.core.layout import ParallelLayout
-from megastable.engine.checkpoint import RankRecord, RunRecord, file_name, make_manifest, num_state_bytes, write_pieces
+from megastable.engine.checkpoint import RankRecord, RunRecord, make_manifest, num_state_bytes, write_pieces
+from megastable.engine.checkpoint_tensors import file_name
 from megastable.engine.model_state import ModelState, Snapshot
 
 ATTEMPTS = 2

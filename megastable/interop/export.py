@@ -24,7 +24,7 @@ from megastable.interop.number_formats import NUMBER_FORMATS, TORCH_NAMES
 from megastable.interop.progress import Progress
 from megastable.interop.saved_model import SavedModel, check_whole
 from megastable.interop.shards import METADATA, shard_name, split_into_shards, write_index
-from megastable.interop.tokenizer import find_tokenizer, open_tokenizer
+from megastable.interop.tokenizer import check_tokenizer_fits, find_tokenizer, open_tokenizer
 from megastable.interop.transforms import one_of_theirs
 from megastable.interop.verification import check_same_logits, wants_verification
 
@@ -99,20 +99,6 @@ def family_to_export(saved: SavedModel) -> Family:
     )
 
 
-def check_tokenizer_fits(tokenizer: Any, saved: SavedModel) -> None:
-    """Refuse a tokenizer with ids that the model has no row for.
-
-    Raises:
-        UserError: it is of another model.
-    """
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    if largest >= saved.model.vocab_size:
-        raise UserError(
-            f"the tokenizer has the id {largest:,}, and the model of {saved.checkpoint} has {saved.model.vocab_size:,} "
-            "tokens (megastable.model.vocab_size); name the folder of its own tokenizer with --tokenizer"
-        )
-
-
 def _write_weights(
     saved: SavedModel, family: Family, number_format: str, max_shard_bytes: int, folder: Path, progress: Progress
 ) -> int:
@@ -122,9 +108,7 @@ def _write_weights(
     unknown = saved.manifest.tensors.keys() - {tensor.name for tensor in mapped}
     if unknown:
         raise UserError(f"{saved.checkpoint} has tensors that {family.class_name} has no place for: {sorted(unknown)}")
-    entries = [
-        TensorEntry(part.name, dtype, tensor.shape_of(part)) for tensor in mapped for part in tensor.parts
-    ]
+    entries = [TensorEntry(part.name, dtype, tensor.shape_of(part)) for tensor in mapped for part in tensor.parts]
     total = sum(entry.num_bytes for entry in entries)
     tensors = _their_tensors(saved, mapped, dtype, progress.begin("writing the tensors", total))
     shards = split_into_shards(entries, max_shard_bytes)
@@ -161,7 +145,9 @@ def _rounded(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     if not bool(torch.isfinite(rounded).all()):
         largest = float(tensor.abs().max())
         if largest < float("inf"):
-            raise UserError(f"{name} has a weight of size {largest:g}, too large for this --dtype; legal are bf16 and fp32")
+            raise UserError(
+                f"{name} has a weight of size {largest:g}, too large for this --dtype; legal are bf16 and fp32"
+            )
         raise UserError(f"{name} has weights that are no finite numbers; export an earlier checkpoint")
     return rounded
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from megastable.checkpoints.folder import PARTIAL_SUFFIX, folder_name, publish
 from megastable.checkpoints.manifest import (
     NO_CORPUS,
-    TENSORS_SUFFIX,
     LayoutRecord,
     Manifest,
     PieceRecord,
@@ -34,13 +33,14 @@ from megastable.core.families.family import Family, MappedTensor, NotExpressible
 from megastable.core.families.registry import FAMILIES, read_config
 from megastable.core.records import FRESH
 from megastable.data.text_tokenizers import make_tokenizer
-from megastable.engine.checkpoint_tensors import KINDS, MASTER, tensor_key
+from megastable.engine.checkpoint_tensors import KINDS, MASTER, file_name, tensor_key
 from megastable.engine.tensor_file import TensorEntry, write_tensor_stream
 from megastable.interop.progress import Progress
 from megastable.interop.their_files import TheirTensors, read_their_config
 from megastable.interop.transforms import to_ours
 
-FILE_NAME = f"model{TENSORS_SUFFIX}"
+FILE_NAME = file_name(rank=0)
+"""As one process would have written it."""
 SIXTEEN_BIT = {"bfloat16", "float16"}
 
 

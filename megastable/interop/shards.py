@@ -60,9 +60,10 @@ def write_index(folder: Path, shards: Sequence[Sequence[TensorEntry]]) -> None:
         return
     entries = [entry for shard in shards for entry in shard]
     size = sum(entry.num_bytes for entry in entries)
-    metadata = {"total_parameters": sum(entry.num_bytes // entry.dtype.itemsize for entry in entries), "total_size": size}
-    weight_map = {
-        entry.name: shard_name(index, len(shards)) for index, shard in enumerate(shards) for entry in shard
+    metadata = {
+        "total_parameters": sum(entry.num_bytes // entry.dtype.itemsize for entry in entries),
+        "total_size": size,
     }
+    weight_map = {entry.name: shard_name(index, len(shards)) for index, shard in enumerate(shards) for entry in shard}
     text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True)
     (folder / INDEX_NAME).write_text(text + "\n", encoding="utf-8")

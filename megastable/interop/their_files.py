@@ -114,7 +114,9 @@ def _file_names(folder: Path) -> list[str]:
             raise UserError(f"{folder}: {INDEX_NAME} {error}") from error
         names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
         # A path would lead out of the folder.
-        if not names or not all(isinstance(name, str) and re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names):
+        if not names or not all(
+            isinstance(name, str) and re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names
+        ):
             raise UserError(f"{folder}: {INDEX_NAME} must have a weight_map from tensors to files of the folder")
         return sorted(names)
     if (folder / WEIGHTS_NAME).exists():

@@ -76,3 +76,17 @@ def open_tokenizer_folder(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # broken files raise errors of many types
         raise UserError(f"transformers opens no tokenizer in {folder}: {first_line(error)}") from error
+
+
+def check_tokenizer_fits(tokenizer: Any, saved: SavedModel) -> None:
+    """Refuse a tokenizer with ids that the model has no row for.
+
+    Raises:
+        UserError: it is of another model.
+    """
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= saved.model.vocab_size:
+        raise UserError(
+            f"the tokenizer has the id {largest:,}, and the model of {saved.checkpoint} has {saved.model.vocab_size:,} "
+            "tokens (megastable.model.vocab_size); name the folder of its own tokenizer with --tokenizer"
+        )

@@ -29,8 +29,9 @@ from megastable.checkpoints.tokenizer_files import read_tokenizer_files, write_t
 from megastable.config import RunConfig, TransformersTokenizerConfig, run_as_dict, run_from_dict
 from megastable.config.reading.run_file import apply_overrides
 from megastable.core.errors import UserError
-from megastable.core.families.family import Family, MappedTensor, NotExpressibleError
+from megastable.core.families.family import Family, MappedTensor
 from megastable.core.families.registry import FAMILIES, read_config
+from megastable.core.families.their_config import NotExpressibleError
 from megastable.core.records import FRESH
 from megastable.data.text_tokenizers import make_tokenizer
 from megastable.engine.checkpoint_tensors import KINDS, MASTER, file_name, tensor_key

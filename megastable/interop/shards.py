@@ -1,4 +1,4 @@
-"""The files of an exported model: which tensors go into which, and the index over them, as `transformers` writes them."""
+"""The files of an exported model: which tensors go into which, and the index over them, as `transformers` has them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megastable.checkpoints.json_file import object_in, text_in
 from megastable.core.errors import UserError
-from megastable.core.families.family import Family, ModelSettings
+from megastable.core.families.family import Family
+from megastable.core.families.model_settings import ModelSettings
 from megastable.engine.checkpoint_tensors import opened
 from megastable.interop.shards import INDEX_NAME, WEIGHTS_NAME
 
@@ -40,7 +41,7 @@ def read_their_config(folder: Path) -> dict[str, Any]:
 
 
 class TheirTensors(Mapping[str, Tensor]):
-    """The tensors in a folder's safetensors files, by the names of the family's class; each is read when it is asked for.
+    """The tensors in a folder's safetensors files, by the names of the class, each read when it is asked for.
 
     Raises:
         UserError: the folder has no such files, or they hold something else than the class has.

@@ -68,7 +68,10 @@ def check_same_logits(saved: SavedModel, exported: Path, dtype: torch.dtype, pro
     largest = float(ours.abs().max())
     bound = LARGEST_DIFFERENCE * max(1.0, largest)
     difference = float((ours - theirs).abs().max())
-    said = f"largest difference of a logit {difference:.2g}, bound {bound:.2g} (largest logit {largest:.3g}), on {text.name}"
+    said = (
+        f"largest difference of a logit {difference:.2g}, bound {bound:.2g} (largest logit {largest:.3g}), "
+        f"on {text.name}"
+    )
     # Not the other way round: a difference that is no number is one.
     if not difference <= bound:
         raise DifferentLogitsError(f"the exported model computes something else: {said}; nothing was exported")
@@ -81,8 +84,9 @@ def _their_logits(exported: Path, token_ids: torch.Tensor) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
     try:
-        model: Any
-        model, info = AutoModelForCausalLM.from_pretrained(
+        # Its types do not know of the pair that the last argument asks for.
+        load: Any = AutoModelForCausalLM.from_pretrained
+        model, info = load(
             str(exported), dtype=torch.float32, trust_remote_code=False, local_files_only=True, output_loading_info=True
         )
     except Exception as error:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def _write_weights(
     tensors = _their_tensors(saved, mapped, dtype, progress.begin("writing the tensors", total))
     shards = split_into_shards(entries, max_shard_bytes)
     for index, shard in enumerate(shards):
-        write_tensor_stream(folder / shard_name(index, len(shards)), shard, tensors, METADATA)
+        write_tensor_stream(folder / shard_name(index, len(shards)), shard, islice(tensors, len(shard)), METADATA)
     write_index(folder, shards)
     return total // dtype.itemsize
 
@@ -131,8 +132,9 @@ def _their_tensors(
             )
         for part in tensor.parts:
             theirs = _rounded(one_of_theirs(ours, tensor, part), dtype, part.name)
-            yield theirs
+            # Before, because after the last one nobody asks for more.
             advance(theirs.numel() * theirs.element_size())
+            yield theirs
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:

@@ -84,7 +84,13 @@ def import_model(request: ImportRequest, progress: Progress) -> RunConfig:
     for remark in read.remarks:
         progress.note(f"{request.folder}: {remark}")
     family = FAMILIES[read.section["family"]]
-    raw = _run_file(request, family, read.section)
+    section = {**read.section, "dropout": 0.0}
+    if read.section.get("dropout", 0.0) > 0:
+        progress.note(
+            f"{request.folder}: config.json has a dropout of {read.section['dropout']:g}; the run file has none, as "
+            f"pre-training does without. To keep it: --set megastable.model.dropout={read.section['dropout']:g}"
+        )
+    raw = _run_file(request, family, section)
     # Faults of overrides are found, and listed with all others, by the check.
     run = run_from_dict(raw, request.overrides, source=str(request.run_file))
     theirs = TheirTensors(request.folder, family, run.megastable.model)
@@ -203,5 +209,5 @@ def _our_tensors(theirs: TheirTensors, mapped: list[MappedTensor], advance: Call
             raise UserError(f"{tensor.name} has weights that are no finite numbers")
         for kind in KINDS:
             values = weights if kind == MASTER else torch.zeros_like(weights)
-            yield values
             advance(values.numel() * values.element_size())
+            yield values

@@ -35,7 +35,7 @@ tokenizer = AutoTokenizer.from_pretrained("PATH_OF_THIS_FOLDER")
 | training loss of the last step (nats per token) | {loss} |
 | validation loss (nats per token) | {eval_loss} |
 | length of a sample (tokens) | {seq_length:,} |
-| processes | {stages} stages x {replicas} replicas x {tensor} tensor ranks |
+| layout (stages x replicas x tensor ranks) | {stages} x {replicas} x {tensor} |
 | text | {text} |
 | text, fingerprint of its tokens | {fingerprint} |
 

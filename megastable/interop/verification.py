@@ -82,7 +82,9 @@ def _their_logits(exported: Path, token_ids: torch.Tensor) -> torch.Tensor:
     """Compute logits (samples, tokens, vocabulary) with the class of ``transformers``, from the files alone."""
     # Imported here, because it takes seconds.
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # a second bar would break ours
     try:
         # Its types do not know of the pair that the last argument asks for.
         load: Any = AutoModelForCausalLM.from_pretrained

@@ -148,7 +148,7 @@ def _rounded(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         largest = float(tensor.abs().max())
         if largest < float("inf"):
             raise UserError(
-                f"{name} has a weight of size {largest:g}, too large for this --dtype; legal are bf16 and fp32"
+                f"--dtype: {name} has a weight of size {largest:g}, too large for the format; legal are bf16 and fp32"
             )
         raise UserError(f"{name} has weights that are no finite numbers; export an earlier checkpoint")
     return rounded

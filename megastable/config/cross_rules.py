@@ -174,6 +174,16 @@ def tensor_ranks_divide_kv_heads(model: ModelConfig, tensor_parallel: TensorPara
         )
 
 
+def compiled_blocks_read_one_text(model: ModelConfig, data: DataConfig) -> Iterator[Fault]:
+    """Refuse to compile blocks that are told of the documents of each micro-batch, which no compiled form takes in."""
+    if model.compile and data.resets_at_documents:
+        yield Fault(
+            "megastable.model.compile",
+            True,
+            'must be false with megastable.data.packing "reset"; or packing "continuous"',
+        )
+
+
 def compiled_blocks_are_whole(model: ModelConfig, tensor_parallel: TensorParallelConfig) -> Iterator[Fault]:
     """Refuse to compile split layers: torch.compile does not see through their collectives."""
     if model.compile and tensor_parallel.size > 1:

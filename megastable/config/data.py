@@ -104,3 +104,13 @@ class DataConfig(Section):
     cache_dir: NonEmptyPath | None = Field(
         default=None, description="Folder for tokenised corpora. null: ~/.cache/megastable."
     )
+    packing: Literal["continuous", "reset"] = Field(
+        default="continuous",
+        description="Samples hold documents one after the other. continuous: as one text, in which a token sees the "
+        "documents before its own. reset: attention and positions begin anew with every document.",
+    )
+
+    @property
+    def resets_at_documents(self) -> bool:
+        """Tell whether attention and positions begin anew with every document."""
+        return self.packing == "reset"

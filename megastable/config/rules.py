@@ -28,6 +28,7 @@ from megastable.config.cross_rules import (
     bpe_fits_the_model,
     bytes_fit_the_model,
     compiled_blocks_are_whole,
+    compiled_blocks_read_one_text,
     evaluation_needs_validation_data,
     head_std_needs_a_head,
     loss_chunks_hold_every_slice,
@@ -122,6 +123,7 @@ RULES: tuple[Rule, ...] = (
     Rule(sequence_parallel_needs_tensor_ranks),
     Rule(loss_chunks_hold_every_slice),
     Rule(compiled_blocks_are_whole),
+    Rule(compiled_blocks_read_one_text),
     # The ramp, its micro-batches, and the length of the run.
     Rule(ramp_has_one_form),
     Rule(ramp_reaches_final),

@@ -18,6 +18,8 @@ from megastable.core.layers import StageLayers, largest_matrix
 from megastable.core.memory import FP32_BYTES
 from megastable.core.model_parts import ModelParts
 
+INDEX_BYTES = 8
+
 
 @dataclass(frozen=True)
 class ActivationSettings:
@@ -31,6 +33,7 @@ class ActivationSettings:
         sequence_parallel: what lies between the half blocks is split over the tensor ranks.
         on_cpu: torch's CPU kernels run: masks are as wide as activations, attention with dropout keeps its weights, and
             16-bit attention runs in fp32.
+        resets_at_documents: a micro-batch has a mask of its own, and rotary positions.
         fp32_sums_at_once: every weight's gradient is widened to fp32 as soon as it is there.
     """
 
@@ -43,6 +46,7 @@ class ActivationSettings:
     attention_logit_cap: bool = False
     output_logit_cap: bool = False
     on_cpu: bool = False
+    resets_at_documents: bool = False
     fp32_sums_at_once: bool = False
 
     @property
@@ -104,7 +108,10 @@ class _BackwardPass:
     @property
     def kept(self) -> float:
         """Count the bytes that the micro-batch's forward pass has left."""
-        return self.tokens * _kept_per_token(self.shape, self.parts, self.stage, self.settings)
+        of_token = _kept_per_token(self.shape, self.parts, self.stage, self.settings)
+        if self.settings.resets_at_documents:
+            of_token += _documents_of_token(self.shape, self.parts, self.stage, self.settings)
+        return self.tokens * of_token
 
     @property
     def capped_logits(self) -> float:
@@ -213,6 +220,22 @@ def _kept_per_token(shape: ModelShape, parts: ModelParts, stage: StageLayers, se
         kept += shape.hidden_size * settings.mask_bytes / settings.slices
     # Every stage keeps its last layer's output (or the head's input), and the final norm its own input.
     return kept + stream * (1 + stage.has_final_norm)
+
+
+def _documents_of_token(
+    shape: ModelShape, parts: ModelParts, stage: StageLayers, settings: ActivationSettings
+) -> float:
+    """Compute the bytes of one token in what all blocks of a stage share of a micro-batch that is packed with reset."""
+    kept = 2.0 * INDEX_BYTES  # its place, and where its document begins
+    if not stage.num_blocks:
+        return kept
+    heads = shape.num_attention_heads / settings.tensor_parallel_size if parts.positions.bias_per_head else 1
+    # The bias stands in fp32 wherever the scores do.
+    in_fp32 = settings.on_cpu or parts.attention.keeps_weights
+    kept += heads * shape.seq_length * (FP32_BYTES if in_fp32 else settings.element_bytes)
+    if parts.positions.needs_even_head_dim:
+        kept += shape.head_dim * FP32_BYTES  # a cosine and a sine for each pair of channels
+    return kept
 
 
 def _kept_by_block(shape: ModelShape, parts: ModelParts, settings: ActivationSettings) -> float:

@@ -300,6 +300,28 @@ DEPARTURES: tuple[Departure, ...] = (
         test="tests/engine/test_writers.py::test_every_step_stands_once_after_any_starts",
     ),
     Departure(
+        name="packing: every stage reads the micro-batches",
+        scope="engine",
+        symptom="the stages between the first and the last do not know where documents begin",
+        cause="DeepSpeed loads micro-batches on the first and the last stage, and gives the others no iterator",
+        upstream={
+            f"{PIPE_ENGINE}._exec_load_micro_batch": "d933f2182f79",
+            f"{PIPE_ENGINE}.set_dataiterator": "c5c523943ddd",
+        },
+        test="tests/engine/test_packing.py::test_a_document_that_is_edited_leaves_its_neighbours_loss_on_three_stages",
+    ),
+    Departure(
+        name="packing: blocks are computed again with their own documents",
+        scope="engine",
+        symptom="gradients are those of attention across other documents",
+        cause="a block is called again in the backward pass, when later micro-batches have passed forward",
+        upstream={
+            f"{PIPE_ENGINE}._reentrant_activation_checkpointing": "969baaaa04d5",
+            f"{PIPE_MODULE}.forward": "0c4629b298a0",
+        },
+        test="tests/engine/test_packing.py::test_a_step_is_that_of_every_document_alone",
+    ),
+    Departure(
         name="host_memory: freed memory is kept",
         scope="process",
         symptom="large temporaries are paged in anew at every step, which may cost more than the arithmetic on them",

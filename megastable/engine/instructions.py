@@ -76,12 +76,15 @@ class BusyTime:
         return timed
 
 
-def instruction_table(partial: list[nn.Parameter], busy: BusyTime) -> tuple[Instruction, ...]:
+def instruction_table(
+    partial: list[nn.Parameter], busy: BusyTime, forward: Execute | None = None
+) -> tuple[Instruction, ...]:
     """Build the table of one rank.
 
     Args:
         partial: the parameters whose gradient on a tensor rank is only a part, see ``tensor_group.partial_parameters``.
         busy: measures the forward and backward passes.
+        forward: what a forward pass executes; None for ``forward_pass``.
     """
     stock = PipelineEngine
     return (
@@ -93,7 +96,7 @@ def instruction_table(partial: list[nn.Parameter], busy: BusyTime) -> tuple[Inst
             why="an activation is received where it stays, not copied twice",
         ),
         Instruction(
-            schedule.ForwardPass, stock._exec_forward_pass, busy.timed(forward_pass),
+            schedule.ForwardPass, stock._exec_forward_pass, busy.timed(forward or forward_pass),
             why="the input is not copied and logits do not outlive their loss; timed in a watched step",
         ),
         Instruction(

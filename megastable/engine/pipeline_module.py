@@ -20,6 +20,7 @@ from megastable.core.layout import ParallelLayout
 from megastable.engine.progress import Progress
 from megastable.engine.tensor_group import ProcessTensorGroup, make_tensor_group, mark_split_parameters
 from megastable.model.block import TransformerBlock
+from megastable.model.documents import DocumentScope
 from megastable.model.layers import Layer, gpt_layers
 from megastable.model.loss import token_mean_loss
 
@@ -63,6 +64,7 @@ class GptPipeline(PipelineModule):
         layer_names: the names of all layers of the model, in order.
         layer_kinds: the kinds of the same layers.
         first_layer: index of this stage's first layer in them.
+        documents: which documents of a packed micro-batch the layers read.
     """
 
     def __init__(self, run: RunConfig, layout: ParallelLayout) -> None:
@@ -70,7 +72,8 @@ class GptPipeline(PipelineModule):
         tensor = make_tensor_group(layout, dist.get_rank(), settings.tensor_parallel.sequence_parallel)
         # DeepSpeed's constructor calls ``_partition_layers``, which reads them.
         self._bounds = list(StageCut.of(settings.model, settings.pipeline, settings.tensor_parallel).bounds)
-        layers = gpt_layers(run, tensor)
+        documents = DocumentScope()
+        layers = gpt_layers(run, tensor, documents)
         specs = [DrawnTiedLayerSpec(layer, run) if layer.tied_key else DrawnLayerSpec(layer, run) for layer in layers]
         # The constructor prints its seed, the topology and the tied weights.
         with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
@@ -88,6 +91,7 @@ class GptPipeline(PipelineModule):
         if isinstance(tensor, ProcessTensorGroup):
             tensor.connect(self._grid.get_slice_parallel_group())
         mark_split_parameters(self)
+        self.documents = documents
         self.layer_names = [layer.name for layer in layers]
         self.layer_kinds = [layer.kind for layer in layers]
         self.first_layer = self.parts[self._grid.get_stage_id()]

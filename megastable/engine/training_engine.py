@@ -22,6 +22,7 @@ from megastable.engine.deepspeed_config import deepspeed_config
 from megastable.engine.flat_partitions import flat_partitions
 from megastable.engine.instructions import (
     BusyTime,
+    forward_pass,
     has_several_replicas,
     install_instructions,
     instruction_table,
@@ -31,6 +32,7 @@ from megastable.engine.layer_statistics import WeightKind, weight_kinds
 from megastable.engine.layer_watch import LayerWatch
 from megastable.engine.model_state import ModelState, Snapshot
 from megastable.engine.optimizer import build_optimizer, skip_at_minimum_scale
+from megastable.engine.packing import PackedDocuments, recompute_with_documents
 from megastable.engine.pipeline_module import GptPipeline, compile_blocks, mark_compilation, uncompiled
 from megastable.engine.progress import Progress
 from megastable.engine.random_state import seed_rank
@@ -72,6 +74,7 @@ class TrainingEngine:
     Args:
         first_sample: samples consumed before the first step.
         asked_to_stop: tells whether this rank has been asked to stop, which a step tells all ranks.
+        end_of_document: the token at which attention and positions begin anew; None where a sample is read as one text.
 
     Attributes:
         deepspeed: DeepSpeed's own engine.
@@ -93,6 +96,7 @@ class TrainingEngine:
         first_sample: int = 0,
         asked_to_stop: Callable[[], bool] = lambda: False,
         progress: Progress | None = None,
+        end_of_document: int | None = None,
     ) -> None:
         self._run = run
         self.layout = layout
@@ -115,7 +119,13 @@ class TrainingEngine:
         tensor = run.megastable.tensor_parallel
         partial = partial_parameters(module, tensor.size, tensor.sequence_parallel)
         busy = BusyTime()
-        install_instructions(engine, marking_progress(instruction_table(partial, busy), self.progress))
+        self._documents: PackedDocuments | None = None
+        forward = forward_pass
+        if end_of_document is not None:
+            self._documents = PackedDocuments(module, end_of_document)
+            forward = self._documents.read_in(forward_pass)
+            recompute_with_documents(module)
+        install_instructions(engine, marking_progress(instruction_table(partial, busy, forward), self.progress))
         self._update = WeightUpdate(
             optimizer,
             partitions,
@@ -145,8 +155,11 @@ class TrainingEngine:
 
     @property
     def needs_data(self) -> bool:
-        """Tell whether this rank reads micro-batches: the first stage needs the tokens, the last one the labels."""
-        return bool(self.deepspeed.is_first_stage() or self.deepspeed.is_last_stage())
+        """Tell whether this rank reads micro-batches.
+
+        The first stage needs the tokens, the last one the labels, and every stage the documents where packing resets.
+        """
+        return bool(self._documents or self.deepspeed.is_first_stage() or self.deepspeed.is_last_stage())
 
     def train_batch(
         self, micro_batches: Iterator[MicroBatch] | None, learning_rate: float, watch: bool = False
@@ -168,7 +181,7 @@ class TrainingEngine:
         get_accelerator().synchronize()
         started = time.perf_counter()
         with uncompiled() if watch and self._run.megastable.model.compile else contextlib.nullcontext():
-            loss = engine.train_batch(micro_batches)
+            loss = engine.train_batch(self._followed(micro_batches))
         get_accelerator().synchronize()
         step_seconds = time.perf_counter() - started
         # DeepSpeed clears it where it prints, and it is never asked to; the record would grow with every step.
@@ -216,7 +229,12 @@ class TrainingEngine:
         Args:
             micro_batches: ``num_micro_batches`` items of the current micro-batch size on ranks that need data.
         """
-        return float(self.deepspeed.eval_batch(micro_batches, num_micro_batches=num_micro_batches))
+        return float(self.deepspeed.eval_batch(self._followed(micro_batches), num_micro_batches=num_micro_batches))
+
+    def _followed(self, micro_batches: Iterator[MicroBatch] | None) -> Iterator[MicroBatch] | None:
+        if self._documents is None or micro_batches is None:
+            return micro_batches
+        return self._documents.following(micro_batches)
 
 
 def _bucket_size(module: GptPipeline, run: RunConfig, layout: ParallelLayout) -> int:

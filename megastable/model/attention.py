@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from megastable.config import ModelConfig
 from megastable.core.pieces import Shard, share_of
-from megastable.model.positions import AttentionBias, PositionEmbedding
+from megastable.model.positions import AttentionBias, DocumentBias, PositionEmbedding
 from megastable.model.residual_stream import make_norm
 from megastable.model.tensor_parallel import (
     ColumnParallelLinear,
@@ -24,12 +24,13 @@ from megastable.model.tensor_parallel import (
     gather_features,
 )
 
-AttentionBackend = Callable[[Tensor, Tensor, Tensor, AttentionBias, float], Tensor]
+Bias = AttentionBias | DocumentBias
+AttentionBackend = Callable[[Tensor, Tensor, Tensor, Bias, float], Tensor]
 """A function of q, k, v, bias and dropout as ``math_attention`` has them, to (batch, heads, seq, head_dim)."""
 
 
 def math_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: AttentionBias, dropout: float, logit_cap: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, bias: Bias, dropout: float, logit_cap: float | None = None
 ) -> Tensor:
     """Attend by two plain products with an fp32 softmax between them.
 
@@ -50,17 +51,18 @@ def math_attention(
     return weights @ v  # (batch, heads, query, head_dim)
 
 
-def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, bias: AttentionBias, dropout: float) -> Tensor:
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, bias: Bias, dropout: float) -> Tensor:
     """Attend by torch's scaled_dot_product_attention, its own scale set to 1; arguments as ``math_attention``."""
     grouped = q.shape[1] != k.shape[1]
     if bias.causal_only:
         # The kernel's own mask lets it skip the blocks above the diagonal, which a mask of numbers does not.
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=1.0, enable_gqa=grouped)
-    mask = bias.get(q.shape[-2], q.device, q.dtype).unsqueeze(0)  # (1, heads, query, key)
+    mask = bias.get(q.shape[-2], q.device, q.dtype)
+    mask = mask.view(-1, *mask.shape[-3:])  # (batch or 1, heads or 1, query, key)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=1.0, enable_gqa=grouped)
 
 
-def auto_attention(q: Tensor, k: Tensor, v: Tensor, bias: AttentionBias, dropout: float) -> Tensor:
+def auto_attention(q: Tensor, k: Tensor, v: Tensor, bias: Bias, dropout: float) -> Tensor:
     """Attend by the fastest way that was measured for this device; arguments as ``math_attention``.
 
     The fused kernel was nowhere slower than the plain product. Most CPUs only emulate 16-bit products, so there it runs
@@ -146,7 +148,7 @@ class SelfAttention(nn.Module):
         return self.output(attended.transpose(1, 2).flatten(2))  # from (batch, seq, heads * head_dim)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        bias = self.positions.bias
+        bias = self.positions.attention_bias()
         if not self.training or self.dropout == 0.0:
             return self.backend(q, k, v, bias, 0.0)
         # Each rank has heads of its own, whose masks are not to be those of another rank's.

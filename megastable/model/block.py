@@ -89,6 +89,7 @@ class TransformerBlock(nn.Module):
         self.tensor = tensor
         self.recomputed = frozenset(recomputed)
         self.parallel_residual = config.parallel_residual
+        self.documents = positions.documents
         self.attention_norm = make_norm(config, config.hidden_size)
         self.attention = SelfAttention(config, positions, tensor)
         self.feed_forward_norm = make_norm(config, config.hidden_size)
@@ -104,7 +105,7 @@ class TransformerBlock(nn.Module):
     def _half(self, name: str, half: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         # An evaluation keeps nothing anyway, and would pay for the bookkeeping.
         if name in self.recomputed and torch.is_grad_enabled():
-            return self.tensor.recomputed(half, x)
+            return self.tensor.recomputed(self.documents.kept(half), x)
         return half(x)
 
     def _attend(self, x: Tensor) -> Tensor:

@@ -110,6 +110,7 @@ class EmbeddingFinish(nn.Module):
         super().__init__()
         self.tensor = tensor
         self.positions = positions.make_table()
+        self.documents = positions.documents
         self.norm = make_norm(config, config.hidden_size) if config.embedding_norm else None
         self.dropout = ResidualDropout(config.dropout, tensor)
 
@@ -120,7 +121,12 @@ class EmbeddingFinish(nn.Module):
             first = 0
             if self.tensor.sequence_parallel:  # a rank's slice begins where those of the ranks before it end
                 first = self.tensor.rank * length
-            x = x + self.positions.weight[first : first + length]  # (seq or slice, hidden), the same for every sample
+            documents = self.documents.current
+            if documents is None:
+                # (seq or slice, hidden), the same for every sample
+                x = x + self.positions.weight[first : first + length]
+            else:
+                x = x + self.positions(documents.positions[:, first : first + length])  # (batch, seq or slice, hidden)
         if self.norm is not None:
             x = self.norm(x)
         return self.dropout(x)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megastable.config import RunConfig
 from megastable.core.layers import LayerKind
 from megastable.model.block import TransformerBlock
+from megastable.model.documents import DocumentScope
 from megastable.model.ends import (
     EmbeddingFinish,
     FinalNorm,
@@ -56,17 +57,21 @@ class Layer:
         return module
 
 
-def gpt_layers(run: RunConfig, tensor: TensorGroup) -> list[Layer]:
+def gpt_layers(run: RunConfig, tensor: TensorGroup, documents: DocumentScope | None = None) -> list[Layer]:
     """List the model's layers in order; ``core.layers.flat_layers`` is the same list in numbers.
 
     A single tensor passes between neighbours: token ids (batch, seq) in, hidden states (batch, seq, hidden) between,
     logits (batch, seq, padded vocabulary) out. Over tensor ranks the hidden states are whole, or slices of the sequence
     under sequence parallelism, and each rank has the logits of its share of the vocabulary. With a loss in chunks the
     last layer hands on a ``HeadInput`` in place of logits.
+
+    Args:
+        documents: by which the layers read packed micro-batches; None where every sample is read as one text.
     """
     model = run.megastable.model
     # One object for all blocks, which then share its tables.
     positions = POSITION_EMBEDDINGS[model.position_embedding](model, tensor)
+    positions.documents = documents or positions.documents
     tied_key = EMBEDDING_KEY if model.tie_embeddings else None
     in_chunks = run.megastable.training.loss_chunk_tokens is not None
 

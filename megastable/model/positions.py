@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megastable.config import ModelConfig
+from megastable.model.documents import Documents, DocumentScope
 from megastable.model.tensor_parallel import TensorGroup
 
 
@@ -23,10 +24,17 @@ class PositionEmbedding:
 
     Attributes:
         bias: what every block adds to its attention scores. A kind without a bias of its own has the causal mask alone.
+        documents: those of the packed micro-batch that is read, at which positions and attention begin anew.
     """
 
     def __init__(self, config: ModelConfig, tensor: TensorGroup) -> None:
         self.bias = AttentionBias()
+        self.documents = DocumentScope()
+
+    def attention_bias(self) -> AttentionBias | DocumentBias:
+        """Return what a block adds to the scores of the micro-batch that is read."""
+        documents = self.documents.current
+        return self.bias if documents is None else DocumentBias(self.bias, documents)
 
     def make_table(self) -> nn.Embedding | None:
         """Allocate the vectors that are added to the embeddings, (seq_length, hidden), if the kind has any."""
@@ -63,10 +71,11 @@ class RotaryPositions(PositionEmbedding):
 
     def rotate(self, x: Tensor) -> Tensor:
         """Turn queries or keys (batch, heads, seq, head_dim) by their positions."""
+        documents = self.documents.current
         if self._size == x.shape[-1]:
-            return self._table.rotate(x)
+            return self._table.rotate(x, documents)
         turned, left = x.tensor_split([self._size], dim=-1)
-        return torch.cat((self._table.rotate(turned), left), dim=-1)
+        return torch.cat((self._table.rotate(turned, documents), left), dim=-1)
 
 
 class AlibiPositions(PositionEmbedding):
@@ -94,9 +103,17 @@ class RotaryTable:
         self._inverse_frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
         self._tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotate ``x`` (batch, heads, seq, head_dim) by its position along seq; computed in fp32, dtype kept."""
+    def rotate(self, x: Tensor, documents: Documents | None = None) -> Tensor:
+        """Rotate ``x`` (batch, heads, seq, head_dim) by its position along seq; computed in fp32, dtype kept.
+
+        Args:
+            documents: in which positions count; None for those in the sample.
+        """
         cos, sin = self._table(x.shape[-2], x.device)  # (seq, head_dim / 2) each
+        if documents is not None:
+            places = documents.positions
+            # (batch, 1, seq, head_dim / 2) each
+            cos, sin = documents.once(self, lambda: (cos[places].unsqueeze(1), sin[places].unsqueeze(1)))
         # Half-split: channel i and channel i + head_dim / 2 are the pair that is turned.
         first, second = x.float().chunk(2, dim=-1)  # (batch, heads, seq, head_dim / 2) each
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -139,6 +156,22 @@ class AttentionBias:
                 bias = self._slopes[:, None, None] * distance  # (heads, seq, seq)
             self._biases[key] = bias.masked_fill(future, -math.inf).to(device=device, dtype=dtype)
         return self._biases[key]
+
+
+class DocumentBias:
+    """An ``AttentionBias`` in which no token sees another document than its own; distances are the same in both."""
+
+    causal_only = False
+
+    def __init__(self, bias: AttentionBias, documents: Documents) -> None:
+        self._bias = bias
+        self._documents = documents
+
+    def get(self, seq_length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Return the bias, (batch, the rank's heads or 1, seq, seq), of ``dtype``."""
+        documents = self._documents
+        whole = self._bias.get(seq_length, device, dtype)
+        return documents.once((self._bias, dtype), lambda: documents.hide_others(whole))
 
 
 def alibi_slopes(num_heads: int) -> Tensor:

@@ -84,5 +84,6 @@ def activation_settings(plan: RunPlan, on_cpu: bool) -> ActivationSettings:
         attention_logit_cap=model.attention_logit_cap is not None,
         output_logit_cap=model.output_logit_cap is not None,
         on_cpu=on_cpu,
+        resets_at_documents=settings.data.resets_at_documents,
         fp32_sums_at_once=sums.flat_fp32_sums and run.bf16.immediate_grad_update,
     )

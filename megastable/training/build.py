@@ -125,7 +125,14 @@ def _train_connected(
     settings = plan.run.megastable
     with progress.at_length("building the engine"):
         engine = TrainingEngine(
-            plan.run, plan.layout, plan.ramp, folder.path, plan.phases[0].first_sample, lambda: stop.is_made, progress
+            plan.run,
+            plan.layout,
+            plan.ramp,
+            folder.path,
+            plan.phases[0].first_sample,
+            lambda: stop.is_made,
+            progress,
+            corpus.eod_id if settings.data.resets_at_documents else None,
         )
     state = FRESH
     if start.checkpoint is not None and start.manifest is not None:

@@ -16,8 +16,9 @@ from pydantic import ValidationError
 
 from megastable.checkpoints.folder import step_folders, step_of
 from megastable.checkpoints.manifest import NO_CORPUS, Manifest
-from megastable.config import ModelConfig, RunConfig, TrainingConfig
+from megastable.config import DataConfig, ModelConfig, RunConfig, TrainingConfig
 from megastable.config.run_config import differences, run_as_dict
+from megastable.config.section import Section
 from megastable.core.errors import UserError
 from megastable.core.layout import ParallelLayout
 from megastable.core.model_parts import POSITION_KINDS
@@ -60,6 +61,7 @@ SAME_MEANING = {"ffn_hidden_size": "ffn_size", "num_key_value_heads": "kv_heads"
 
 ALLOWABLE = (
     DATA,
+    f"{DATA}.packing",
     f"{DATA}.validation_fraction",
     "megastable.init",
     "megastable.training.seed",
@@ -157,17 +159,23 @@ def changes(manifest: Manifest, run: RunConfig, layout: ParallelLayout) -> Itera
 
 
 def _with_later_keys(old: dict[str, Any]) -> dict[str, Any]:
-    """Give a checkpoint's run the keys of the model that came after it, which it computed at their defaults."""
+    """Give a checkpoint's run the keys of model and data that came after it, which it had at their defaults."""
     sections = old.get("megastable", {})
-    if "model" not in sections:
-        return old
-    defaults = {
-        name: field.default
-        for name, field in ModelConfig.model_fields.items()
-        # A key that is null is left out by every version.
-        if not field.is_required() and field.default is not None
+    filled = {
+        name: {**_defaults(kind), **sections[name]}
+        for name, kind in (("model", ModelConfig), ("data", DataConfig))
+        if name in sections
     }
-    return {**old, "megastable": {**sections, "model": {**defaults, **sections["model"]}}}
+    return {**old, "megastable": {**sections, **filled}} if filled else old
+
+
+def _defaults(kind: type[Section]) -> dict[str, Any]:
+    """Return the plain defaults of a section; a key that is null is left out by every version."""
+    return {
+        name: field.default
+        for name, field in kind.model_fields.items()
+        if not field.is_required() and field.default_factory is None and field.default is not None
+    }
 
 
 def nothing_left(checkpoint: Path, state: TrainingState, training: TrainingConfig) -> str | None:

@@ -183,7 +183,7 @@ def evaluate(plan: RunPlan, engine: TrainingEngine, corpus: Corpus, batch: Batch
     size = batch.micro_batch_size  # an evaluation runs through the same pipeline, which is set to this size
     most = plan.run.megastable.training.eval_samples
     replicas = plan.layout.data_parallel_size
-    micro_batches = None  # as in training, the stages between the first and the last read no data
+    micro_batches = None  # as in training, of a stage that needs none
     if engine.needs_data:
         micro_batches = evaluation_micro_batches(corpus.validation, size, most, engine.replica, replicas)
     return engine.evaluate(micro_batches, num_evaluation_micro_batches(corpus.validation, size, most, replicas))
@@ -197,7 +197,7 @@ def _training_data(
     batch: Batch,
     consumed_samples: int,
 ) -> Iterator[MicroBatch] | None:
-    """Return this rank's micro-batches of a step; None on ranks of the stages between the first and the last."""
+    """Return this rank's micro-batches of a step; None on ranks that need none."""
     if not engine.needs_data:
         return None
     replicas = plan.layout.data_parallel_size

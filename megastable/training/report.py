@@ -41,6 +41,8 @@ def introduction(
         f"data {corpus.num_train_tokens:,} training and {corpus.num_validation_tokens:,} validation tokens, "
         f"{len(corpus.train):,} training samples an epoch"
     )
+    if plan.run.megastable.data.resets_at_documents:
+        yield f"packing: attention and positions begin anew with every document, at token {corpus.eod_id}"
     yield f"tokenizer of {corpus.vocab_size:,} tokens in {corpus.tokenizer_path}"
     yield from _plan_lines(plan)
     yield _kept(plan, folder)

@@ -524,6 +524,12 @@ CASES = (
         (f"{M}.model.attention_logit_cap=50", f"{M}.model.attention=math"),
     ),
     Case(
+        "compiled_blocks_read_one_text",
+        (f"{M}.model.compile=true", f"{M}.data.packing=reset"),
+        f"{M}.model.compile",
+        (f"{M}.model.compile=true", f"{M}.data.packing=continuous"),
+    ),
+    Case(
         "processes_are_whole_replicas",
         (f"{M}.pipeline.num_stages=2", f"{M}.tensor_parallel.size=2"),
         "",

@@ -124,6 +124,7 @@ def test_a_checkpoint_from_before_a_key_of_the_model_continues_at_its_default() 
     values = run_as_dict(tiny_run())
     for key in ("linear_biases", "parallel_residual", "rotary_fraction"):
         del values["megastable"]["model"][key]
+    del values["megastable"]["data"]["packing"]
     manifest = saved(tiny_run()).model_copy(update={"run": values})
     assert warnings_of(manifest, tiny_run()) == []
     (line,) = refusal_of(manifest, tiny_run(megastable__model__linear_biases=False))
@@ -145,6 +146,7 @@ def test_a_model_of_another_version_is_compared_as_it_is_written() -> None:
 
 HABITS: dict[str, list[Changes]] = {
     "megastable.data.validation_fraction": [({}, {"megastable__data__validation_fraction": 0.123})],
+    "megastable.data.packing": [({}, {"megastable__data__packing": "reset"})],
     "megastable.init": [
         ({}, {"megastable__init": {"scheme": "fixed", "std": 0.02}}),
         ({"megastable__init": {"scheme": "fixed", "std": 0.02}}, {"megastable__init": {"scheme": "fixed", "std": 0.1}}),

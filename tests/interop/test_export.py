@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megastable.core.errors import UserError
-from megastable.interop import export, held_out_text, verification
+from megastable.engine.tensor_file import TensorEntry
+from megastable.interop import export, held_out_text
 from megastable.interop.saved_model import open_saved_model
 from megastable.interop.shards import parse_size, split_into_shards
+from megastable.interop.transforms import one_of_theirs
 from megastable.interop.verification import DifferentLogitsError
 from tests.interop.moved_models import (
     STEP_0,
@@ -95,7 +98,7 @@ def test_sixteen_bits_are_compared_as_they_were_rounded(
 
 def flipped_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let one tensor be written upside down."""
-    honest = export.one_of_theirs
+    honest = one_of_theirs
 
     def broken(ours: torch.Tensor, mapped: Any, part: Any) -> torch.Tensor:
         tensor = honest(ours, mapped, part)
@@ -133,7 +136,9 @@ def test_by_default_the_logits_are_compared_where_both_models_fit(
     notes = Notes()
     exported(folder / "run", tmp_path / "small", notes, verify=None)
     assert notes.texts[-1].startswith("verified: ")
-    monkeypatch.setattr(verification.psutil, "virtual_memory", lambda: type("Free", (), {"available": 2**18}))
+    monkeypatch.setattr(
+        "megastable.interop.verification.psutil.virtual_memory", lambda: type("Free", (), {"available": 2**18})
+    )
     exported(folder / "run", tmp_path / "large", notes, verify=None)
     assert notes.texts[-1].startswith("not verified: both models would take about")
 
@@ -235,6 +240,6 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 
 def test_a_tensor_larger_than_a_shard_has_one_of_its_own() -> None:
-    entries = [export.TensorEntry(str(size), torch.uint8, (size,)) for size in (4, 4, 30, 4, 4, 4)]
+    entries = [TensorEntry(str(size), torch.uint8, (size,)) for size in (4, 4, 30, 4, 4, 4)]
     shards = split_into_shards(entries, 10)
     assert [[entry.num_bytes for entry in shard] for shard in shards] == [[4, 4], [30], [4, 4], [4]]

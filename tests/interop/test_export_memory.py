@@ -20,7 +20,7 @@ KEPT_BYTES = 2**22
 
 def extra_of_moving(folder: str) -> list[list[int]]:
     """Import and export a model of few and one of many blocks; return the most anonymous bytes that each took."""
-    found = []
+    found: list[list[int]] = []
     for layers in (FEW, FEW, MANY):  # the first time, modules are loaded
         theirs = Path(folder) / str(layers)
         target = Path(folder) / f"moved-{layers}-{len(found)}"

@@ -29,7 +29,7 @@ def change_config(folder: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def change_tensors(folder: Path, drop: str = "", **added: torch.Tensor) -> None:
+def change_tensors(folder: Path, added: dict[str, torch.Tensor], drop: str = "") -> None:
     """Drop a tensor from the weights, or add some."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -88,16 +88,16 @@ def test_a_config_that_is_not_of_the_weights_or_not_ours_is_refused(
 def test_tensors_that_are_missing_unknown_or_no_numbers_are_refused(tmp_path: Path, theirs: Path) -> None:
     weights = theirs / "model.safetensors"
     whole = weights.read_bytes()
-    change_tensors(theirs, drop="model.norm.weight")
+    change_tensors(theirs, {}, drop="model.norm.weight")
     assert "no tensor model.norm.weight" in refused(tmp_path, theirs)
     weights.write_bytes(whole)
-    change_tensors(theirs, **{"model.extra.weight": torch.ones(2)})
+    change_tensors(theirs, {"model.extra.weight": torch.ones(2)})
     assert "no place for: model.extra.weight" in refused(tmp_path, theirs)
     weights.write_bytes(whole)
-    change_tensors(theirs, **{"model.norm.weight": torch.ones(48, dtype=torch.int64)})
+    change_tensors(theirs, {"model.norm.weight": torch.ones(48, dtype=torch.int64)})
     assert "legal are fp32, bf16 and fp16" in refused(tmp_path, theirs)
     weights.write_bytes(whole)
-    change_tensors(theirs, **{"model.norm.weight": torch.full((48,), torch.nan)})
+    change_tensors(theirs, {"model.norm.weight": torch.full((48,), torch.nan)})
     assert "no finite numbers" in refused(tmp_path, theirs)
     weights.write_bytes(whole[:1000])
     assert "model.safetensors cannot be read" in refused(tmp_path, theirs)

@@ -136,9 +136,8 @@ def test_by_default_the_logits_are_compared_where_both_models_fit(
     notes = Notes()
     exported(folder / "run", tmp_path / "small", notes, verify=None)
     assert notes.texts[-1].startswith("verified: ")
-    monkeypatch.setattr(
-        "megastable.interop.verification.psutil.virtual_memory", lambda: type("Free", (), {"available": 2**18})
-    )
+    free = SimpleNamespace(available=2**18)
+    monkeypatch.setattr("megastable.interop.verification.psutil.virtual_memory", lambda: free)
     exported(folder / "run", tmp_path / "large", notes, verify=None)
     assert notes.texts[-1].startswith("not verified: both models would take about")
 

@@ -67,7 +67,7 @@ def export_model(saved: SavedModel, request: ExportRequest, progress: Progress) 
     check_whole(saved, progress)
     partial = request.out.with_name(f"{request.out.name}.{os.getpid()}{PARTIAL_SUFFIX}")
     try:
-        partial.mkdir()
+        partial.mkdir(parents=True)
         weights = _write_weights(saved, family, number_format, request.max_shard_bytes, partial, progress)
         _write_beside(saved, family, number_format, weights, tokenizer, files, request.out.name, partial)
         if wants_verification(saved, request.verify, progress):

@@ -15,11 +15,13 @@ MOST_BYTES = 2**28
 
 
 def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """Read the files of a saved tokenizer, by their names.
+    """Read the files of a saved tokenizer, by their names; nothing where there is no folder: tokens may come without.
 
     Raises:
         OSError: the folder or a file cannot be read.
     """
+    if not folder.is_dir():
+        return {}
     paths = [path for path in sorted(folder.iterdir()) if path.is_file() and path.stat().st_size <= MOST_BYTES]
     return {path.name: path.read_bytes() for path in paths if _can_travel(path.name)}
 

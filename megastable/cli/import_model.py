@@ -10,6 +10,7 @@ import typer
 
 from megastable.cli.model_progress import shown_progress
 from megastable.core.errors import shown
+from megastable.core.run_paths import default_run_dir
 
 
 def import_model(
@@ -54,7 +55,7 @@ def import_model(
     from megastable.interop.import_model import import_model as read_and_write
     from megastable.training.run_folder import RunFolder
 
-    run_folder = RunFolder(run_dir or Path("runs") / run_file.stem)
+    run_folder = RunFolder(run_dir or default_run_dir(run_file))
     run_folder.check_unused()
     request = ImportRequest(folder, run_file, run_folder.checkpoints, text, tokenizer, overrides or [])
     with shown_progress() as progress:

@@ -27,10 +27,10 @@ ROOTS = (REPOSITORY, REPOSITORY / "megastable")
 """Where a path in the text may start: pages say ``engine/weight_update.py`` for ``megastable/engine/…``."""
 TOP_FOLDERS = {path.name for root in ROOTS for path in root.iterdir() if path.is_dir()}
 OPTIONS_OF_OTHERS = {
-    "--device", "--hostfile", "--include_path", "--kill-on-bad-exit", "--local-dir", "--log_level", "--master_addr", "--max-restarts", "--model",
-    "--model_args", "--nnodes", "--no_ssh",
-    "--node_rank", "--nproc_per_node", "--num_gpus", "--quiet", "--rampup-batch-size", "--rdzv-backend", "--rdzv-conf",
-    "--rdzv-endpoint", "--rdzv-id", "--signal", "--signals-to-handle", "--standalone", "--tasks",
+    "--device", "--hostfile", "--include_path", "--kill-on-bad-exit", "--local-dir", "--log_level", "--master_addr",
+    "--max-restarts", "--model", "--model_args", "--nnodes", "--no_ssh", "--node_rank", "--nproc_per_node",
+    "--num_gpus", "--quiet", "--rampup-batch-size", "--rdzv-backend", "--rdzv-conf", "--rdzv-endpoint", "--rdzv-id",
+    "--signal", "--signals-to-handle", "--standalone", "--tasks",
 }  # fmt: skip
 """Of srun and sbatch, torchrun, ``deepspeed``, Megatron-LM, ``hf`` and ``lm_eval``."""
 MOST_README_LINES = 120

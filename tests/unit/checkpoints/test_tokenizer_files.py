@@ -43,6 +43,7 @@ def test_what_is_no_part_of_a_tokenizer_stays_behind(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "folder").mkdir()
     assert read_tokenizer_files(tmp_path) == {"tokenizer.json": b"x"}
+    assert read_tokenizer_files(tmp_path / "missing") == {}
 
 
 def test_a_checkpoint_without_a_tokenizer_says_so(tmp_path: Path) -> None:

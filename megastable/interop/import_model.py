@@ -181,7 +181,8 @@ def _write_checkpoint(
         run=run_as_dict(run),
         corpus_fingerprint=NO_CORPUS,
         versions=recorded_versions(),
-        monitors={},
+        # Or it would warn that the first loss is not ln(vocabulary).
+        monitors={"first_loss": {"weights_are_fresh": False}},
         loss_scaler=None,
         optimizer_steps=0,
         loss=None,

@@ -71,7 +71,9 @@ def test_the_printed_line_trains_an_imported_model_on_two_stages(tmp_path: Path)
     )  # fmt: skip
     finished = run_script(train_command([], tmp_path / "run.json", tmp_path / "run", "--resume=auto"), world_size=2)
     assert finished.exit_codes == [0, 0], finished.output
+    # Neither is it taken for a run that starts anew, nor its loss for that of fresh weights.
     assert "starts again from step 0" not in finished.output
+    assert "ln(vocabulary) is" not in finished.output
     found = metrics(tmp_path / "run")
     assert [row["step"] for row in found] == [1, 2]
     plan = RunPlan.of(load_run_file(tmp_path / "run.json"), world_size=2)

@@ -23,8 +23,16 @@ def expressing_families(model: ModelSettings) -> list[Family]:
 
 
 def nearest_family(model: ModelSettings) -> tuple[Family, list[Contradiction]]:
-    """Return the family that contradicts ``model`` in the fewest keys, and the contradictions."""
-    return min(((family, family.contradictions(model)) for family in FAMILIES.values()), key=lambda pair: len(pair[1]))
+    """Return the family that contradicts ``model`` in the fewest keys, and the contradictions.
+
+    Of several the one with the model's positions: they change what its weights have learnt, the rest may be a detail.
+    """
+
+    def distance(pair: tuple[Family, list[Contradiction]]) -> tuple[int, bool]:
+        keys = [contradiction.key for contradiction in pair[1]]
+        return len(keys), "position_embedding" in keys
+
+    return min(((family, family.contradictions(model)) for family in FAMILIES.values()), key=distance)
 
 
 def family_of_config(config: Mapping[str, Any]) -> Family:

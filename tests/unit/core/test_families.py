@@ -126,6 +126,9 @@ def test_the_default_model_is_a_gpt_neox_and_the_nearest_family_says_what_differ
         "qk_norm is true and must be false",
         "attention_logit_cap is 30.0 and must be null",
     ]
+    # BLOOM has an embedding norm and other positions, and is as far away.
+    family, contradictions = nearest_family(tiny_run(megastable__model__embedding_norm=True).megastable.model)
+    assert (family.name, [contradiction.key for contradiction in contradictions]) == ("gpt_neox", ["embedding_norm"])
 
 
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (

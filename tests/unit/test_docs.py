@@ -25,7 +25,8 @@ PAGES = [
 ]
 ROOTS = (REPOSITORY, REPOSITORY / "megastable")
 """Where a path in the text may start: pages say ``engine/weight_update.py`` for ``megastable/engine/…``."""
-TOP_FOLDERS = {path.name for root in ROOTS for path in root.iterdir() if path.is_dir()}
+TOP_FOLDERS = {path.name for root in ROOTS for path in root.iterdir() if path.is_dir()} - {"runs"}
+"""What a run has written here is no part of the repository."""
 OPTIONS_OF_OTHERS = {
     "--device", "--hostfile", "--include_path", "--kill-on-bad-exit", "--local-dir", "--log_level", "--master_addr",
     "--max-restarts", "--model", "--model_args", "--nnodes", "--no_ssh", "--node_rank", "--nproc_per_node",

@@ -12,6 +12,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -34,6 +35,11 @@ LARGEST_COUNT: Final = 2**62
 MOST_BYTES: Final = 2**28
 """A piece takes about 200 bytes of it; what is larger is no manifest, and is not read."""
 LARGEST_DIM: Final = 16
+TENSORS_SUFFIX: Final = ".safetensors"
+"""Of the files that hold tensors; the others are the tokenizer's."""
+NO_CORPUS: Final = ""
+"""The fingerprint in a checkpoint of which no data were consumed, such as an imported model."""
+RECORDED_PACKAGES: Final = ("megastable", "torch", "deepspeed")
 
 Count = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
 Size = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
@@ -181,7 +187,7 @@ class Manifest(Section):
     run: dict[str, JsonValue]
     """The run file that the checkpoint was trained with."""
     corpus_fingerprint: str
-    """Hash of the tokens and their split; other data would give the consumed samples another meaning."""
+    """Hash of the tokens and their split; other data would give the consumed samples another meaning. Or NO_CORPUS."""
     versions: dict[str, str]
     """Package to its version."""
     monitors: dict[str, dict[str, JsonValue]]
@@ -214,6 +220,16 @@ class Manifest(Section):
             if not isinstance(section, dict):
                 raise _fault(f"run.megastable.{name} must be a section: {{...}}")
         return self
+
+    @property
+    def tokenizer_files(self) -> list[str]:
+        """List the files that make up the tokenizer; none in a checkpoint that was written without one."""
+        return sorted(name for name in self.files if not name.endswith(TENSORS_SUFFIX))
+
+
+def recorded_versions() -> dict[str, str]:
+    """Return the versions of the packages that decide what a checkpoint holds."""
+    return {package: version(package) for package in RECORDED_PACKAGES}
 
 
 def _fault(message: str) -> PydanticCustomError:

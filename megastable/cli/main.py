@@ -14,6 +14,9 @@ from typer.core import TyperGroup
 
 from megastable.cli.check import print_findings
 from megastable.cli.checkpoints import print_checkpoints
+from megastable.cli.export import export
+from megastable.cli.generate import generate
+from megastable.cli.import_model import import_model
 from megastable.cli.pictures import plot_run
 from megastable.cli.plan import PlanRequest, print_forecast, print_layouts
 from megastable.cli.watch import watch_run
@@ -293,6 +296,11 @@ def checkpoints(
     """
     if not print_checkpoints(run_dir, verify, as_json):
         raise typer.Exit(1)
+
+
+app.command()(export)
+app.command("import")(import_model)
+app.command()(generate)
 
 
 def main() -> None:

@@ -11,6 +11,11 @@ from pathlib import Path
 from megastable.core.errors import UserError
 
 
+def default_run_dir(run_file: Path) -> Path:
+    """Return the folder of a run whose command line names none."""
+    return Path("runs") / run_file.stem
+
+
 @dataclass(frozen=True)
 class RunPaths:
     """Names what a run writes into its folder ``path``: the writer and the readers spell it here."""

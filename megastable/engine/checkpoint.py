@@ -6,17 +6,14 @@ by the rank that counts it; every rank reads what its own pieces have in common 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megastable.checkpoints.manifest import (
@@ -27,19 +24,19 @@ from megastable.checkpoints.manifest import (
     ScalerRecord,
     StateRecord,
     TensorRecord,
+    recorded_versions,
 )
 from megastable.checkpoints.verify import faults_of_file
 from megastable.core.errors import UserError
 from megastable.core.layout import ParallelLayout
-from megastable.core.pieces import Piece, Shard, overlaps
+from megastable.core.pieces import Piece
 from megastable.core.records import TrainingState
+from megastable.engine.checkpoint_tensors import KINDS, file_name, opened, read_piece, tensor_key
 from megastable.engine.flat_partitions import FlatPartition, HeldParameter
-from megastable.engine.model_state import KINDS, ModelState, Snapshot
+from megastable.engine.model_state import ModelState, Snapshot
 from megastable.engine.random_state import is_random_state, seed_rank, set_random_state
 from megastable.engine.tensor_file import write_tensors
-from megastable.model.pieces import copy_overlap
 
-RECORDED_PACKAGES = ("megastable", "torch", "deepspeed")
 RANDOM = "random"
 
 
@@ -55,6 +52,8 @@ class RunRecord:
     monitors: dict[str, Any]
     loss: float | None
     eval_loss: float | None
+    tokenizer: Mapping[str, bytes] = field(default_factory=dict)
+    """The files of the tokenizer, by their names: a model is no use without it."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +64,6 @@ class RankRecord:
     file: FileRecord
     tensors: dict[str, tuple[tuple[int, ...], PieceRecord]]
     """Name to the shape of the whole tensor and the piece of it in the file."""
-
-
-def file_name(rank: int) -> str:
-    """Return the name of the file that ``rank`` writes."""
-    return f"rank_{rank:05d}.safetensors"
 
 
 def num_state_bytes(partitions: list[FlatPartition]) -> int:
@@ -90,9 +84,9 @@ def write_pieces(folder: Path, rank: int, partitions: list[FlatPartition], snaps
     for partition, flats in zip(partitions, snapshot.flats, strict=True):
         for held in _written(partition):
             for kind in KINDS:
-                tensors[_key(kind, held.name)] = flats[kind][slice(*held.piece_span)]
+                tensors[tensor_key(kind, held.name)] = flats[kind][slice(*held.piece_span)]
             pieces[held.name] = (held.shard.full_shape, _piece_record(name, held.piece))
-    tensors |= {_key(RANDOM, generator): state for generator, state in snapshot.random.items()}
+    tensors |= {tensor_key(RANDOM, generator): state for generator, state in snapshot.random.items()}
     return RankRecord(name, write_tensors(folder / name, tensors), pieces)
 
 
@@ -101,19 +95,22 @@ def _written(partition: FlatPartition) -> list[HeldParameter]:
     return [held for held in partition.held if held.is_counted and held.piece.num_elements > 0]
 
 
-def _key(kind: str, name: str) -> str:
-    return f"{kind}/{name}"
-
-
 def _piece_record(name: str, piece: Piece) -> PieceRecord:
     return PieceRecord(file=name, dim=piece.shard.dim, ranges=piece.shard.ranges, start=piece.start, stop=piece.stop)
 
 
-def make_manifest(record: RunRecord, layout: ParallelLayout, snapshot: Snapshot, ranks: list[RankRecord]) -> Manifest:
+def make_manifest(
+    record: RunRecord,
+    layout: ParallelLayout,
+    snapshot: Snapshot,
+    ranks: list[RankRecord],
+    tokenizer: Mapping[str, FileRecord],
+) -> Manifest:
     """Describe the checkpoint that all ranks together have written.
 
     Args:
         snapshot: that of any rank; its counts are the same on every one.
+        tokenizer: its files.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     pieces: dict[str, list[PieceRecord]] = {}
@@ -130,13 +127,13 @@ def make_manifest(record: RunRecord, layout: ParallelLayout, snapshot: Snapshot,
         ),
         run=record.run,
         corpus_fingerprint=record.corpus_fingerprint,
-        versions={package: version(package) for package in RECORDED_PACKAGES},
+        versions=recorded_versions(),
         monitors=record.monitors,
         loss_scaler=None if snapshot.loss_scaler is None else ScalerRecord(**snapshot.loss_scaler),
         optimizer_steps=snapshot.optimizer_steps,
         loss=record.loss,
         eval_loss=record.eval_loss,
-        files={rank.file_name: rank.file for rank in ranks},
+        files={**{rank.file_name: rank.file for rank in ranks}, **tokenizer},
         tensors={name: TensorRecord(shape=shapes[name], pieces=tuple(pieces[name])) for name in pieces},
     )
 
@@ -181,7 +178,8 @@ def load_checkpoint(
 def _read_all(folder: Path, manifest: Manifest, state: ModelState) -> None:
     for partition, flats in zip(state.partitions, state.flats(), strict=True):
         for held in partition.held:
-            _read_parameter(folder, manifest, held, flats)
+            piece_of_flats = {kind: flat[slice(*held.piece_span)] for kind, flat in flats.items()}
+            read_piece(folder, manifest, held.name, held.piece, piece_of_flats)
 
 
 def _raise_together(read: Callable[[], None]) -> None:
@@ -202,65 +200,13 @@ def _raise_together(read: Callable[[], None]) -> None:
             raise UserError(fault)
 
 
-def _read_parameter(folder: Path, manifest: Manifest, held: HeldParameter, flats: dict[str, Tensor]) -> None:
-    """Fill this rank's piece of one parameter, in all kinds.
-
-    Raises:
-        UserError: the checkpoint does not have it.
-    """
-    record = manifest.tensors.get(held.name)
-    shape = held.shard.full_shape
-    if record is None or record.shape != shape:
-        found = "is not in it" if record is None else f"has the shape {list(record.shape)} there"
-        raise UserError(f"{folder} is of another model: {held.name}, here of shape {list(shape)}, {found}")
-    for written in record.pieces:
-        source = Piece(Shard(shape, written.dim, written.ranges), written.start, written.stop)
-        if next(overlaps(source, held.piece), None) is None:
-            continue
-        # Opened for one parameter at a time: what was mapped into memory of it is then given back.
-        with _opened(folder / written.file) as file:
-            for kind in KINDS:
-                values = _tensor(file, folder / written.file, _key(kind, held.name), source.num_elements)
-                copy_overlap(values, source, flats[kind][slice(*held.piece_span)], held.piece)
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """Map a file of tensors into memory.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    try:
-        # By its descriptor, because the package refuses names that are not UTF-8.
-        with open(path, "rb") as opened, safe_open(f"/dev/fd/{opened.fileno()}", framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-
-
-def _tensor(file: Any, path: Path, key: str, num_elements: int) -> Tensor:
-    """Return a flat fp32 tensor that lies in the mapped file.
-
-    Raises:
-        UserError: it is of another type or size than its piece.
-    """
-    tensor: Tensor = file.get_tensor(key)
-    if tensor.dtype != torch.float32 or tensor.shape != (num_elements,):
-        raise UserError(
-            f"{path} is damaged: {key} is {tensor.dtype} of shape {list(tensor.shape)}, and its piece has "
-            f"{num_elements} elements of fp32"
-        )
-    return tensor
-
-
 def _restore_random(folder: Path, manifest: Manifest, layout: ParallelLayout, reseed: Callable[..., None]) -> None:
     rank = dist.get_rank()
     written = manifest.layout
     then = ParallelLayout(written.num_stages, written.data_parallel_size, written.tensor_parallel_size)
     if then == layout:
-        prefix = _key(RANDOM, "")
-        with _opened(folder / file_name(rank)) as file:
+        prefix = tensor_key(RANDOM, "")
+        with opened(folder / file_name(rank)) as file:
             names = [key for key in file.keys() if key.startswith(prefix)]  # noqa: SIM118 - it is no dictionary
             state = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
             if is_random_state(state):

@@ -22,11 +22,13 @@ import torch.distributed as dist
 from megastable.checkpoints.folder import PARTIAL_SUFFIX, folder_name, publish
 from megastable.checkpoints.manifest import write_manifest
 from megastable.checkpoints.thinning import space_fault, thin
+from megastable.checkpoints.tokenizer_files import write_tokenizer_files
 from megastable.checkpoints.verify import faults_of_file
 from megastable.config.training import CheckpointConfig
 from megastable.core.errors import UserError
 from megastable.core.layout import ParallelLayout
-from megastable.engine.checkpoint import RankRecord, RunRecord, file_name, make_manifest, num_state_bytes, write_pieces
+from megastable.engine.checkpoint import RankRecord, RunRecord, make_manifest, num_state_bytes, write_pieces
+from megastable.engine.checkpoint_tensors import file_name
 from megastable.engine.model_state import ModelState, Snapshot
 
 ATTEMPTS = 2
@@ -34,7 +36,7 @@ RETRY_SECONDS = 3.0
 SLOWEST_WRITE = timedelta(hours=24)
 """A rank that has written waits for the others; what writes this long is not alive."""
 SPARE_BYTES = 2**20
-"""What the manifest and the random generators may take beside the tensors, for each rank."""
+"""What the manifest, the tokenizer and the random generators may take beside the tensors, for each rank."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,8 @@ class CheckpointWriter:
         fault = _joined(rank for rank in written if isinstance(rank, str))
         if fault is None:
             ranks = [rank for rank in written if isinstance(rank, RankRecord)]
-            write_manifest(make_manifest(record, self._layout, snapshot, ranks), partial_folder)
+            tokenizer = write_tokenizer_files(partial_folder, record.tokenizer)
+            write_manifest(make_manifest(record, self._layout, snapshot, ranks, tokenizer), partial_folder)
             fault = self._loss()
         if fault is None:
             publish(partial_folder, final)

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megastable.engine.checkpoint_tensors import MASTER, MOMENTS
 from megastable.engine.flat_partitions import FlatPartition
 from megastable.engine.random_state import random_state, set_random_state
 
-MASTER = "master"
-MOMENTS = ("exp_avg", "exp_avg_sq")
-KINDS = (MASTER, *MOMENTS)
 SCALER_POSITION = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What a dynamic loss scaler of DeepSpeed's changes; the rest are settings."""
 

@@ -22,9 +22,21 @@ class FirstLoss(Monitor):
     That is the loss of a model that gives every token the same probability, as one with fresh weights nearly does.
     """
 
+    def __init__(self, plan: PlannedRun) -> None:
+        super().__init__(plan)
+        self._weights_are_fresh = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return whether the run began with fresh weights: the checkpoint of an imported model says that it did not."""
+        return {"weights_are_fresh": self._weights_are_fresh}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned; earlier checkpoints are all of runs from fresh weights."""
+        self._weights_are_fresh = state.get("weights_are_fresh") is not False
+
     def observe(self, seen: Seen) -> Iterator[Event]:
         """Yield both numbers after the first step, as a warning where they are more than 10% apart."""
-        if seen.state.step != 1:
+        if seen.state.step != 1 or not self._weights_are_fresh:
             return
         loss = seen.result.loss
         expected = math.log(self.plan.run.megastable.model.vocab_size)

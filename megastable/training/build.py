@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from functools import partial
 
 from megastable.checkpoints.folder import clean_up
+from megastable.checkpoints.tokenizer_files import read_tokenizer_files
 from megastable.config.run_config import run_as_dict
 from megastable.core.launch import Launch
 from megastable.core.records import FRESH, Event, TrainingState
@@ -22,7 +23,6 @@ from megastable.engine.stop_request import StopRequest, listening
 from megastable.engine.training_engine import TrainingEngine
 from megastable.engine.writers import rewind_writers
 from megastable.monitors import Monitors
-from megastable.planning.run_plan import RunPlan
 from megastable.training.console import make_display
 from megastable.training.continuation import check_same_corpus, events_of_resume
 from megastable.training.loop import train_steps
@@ -149,7 +149,7 @@ def _train_connected(
     loss = (lambda: None) if lock is None else lock.loss
     writer = CheckpointWriter(folder.checkpoints, engine.model_state, plan.layout, settings.checkpoint, loss)
 
-    with _make_recorder(plan, folder, lock, engine, state) as recorder:
+    with _make_recorder(start, folder, lock, engine, state) as recorder:
         # On all ranks, since each has layers of its own; but weights of a checkpoint are not as they were drawn.
         fresh_weights = engine.weight_kinds() if start.checkpoint is None else []
         for line in introduction(plan, corpus, folder, start.checkpoint, state, fresh_weights):
@@ -159,17 +159,27 @@ def _train_connected(
                 start.checkpoint, start.manifest, plan.run, plan.layout, corpus.fingerprint, folder.checkpoints
             ):
                 recorder.record_event(event)
-        checkpoints = Checkpoints(writer, monitors, recorder, run_as_dict(plan.run), corpus.fingerprint, progress)
+        checkpoints = Checkpoints(
+            writer,
+            monitors,
+            recorder,
+            run_as_dict(plan.run),
+            corpus.fingerprint,
+            # The others write none of it.
+            {} if lock is None else read_tokenizer_files(corpus.tokenizer_path),
+            progress,
+        )
         last_eval_loss = train_steps(plan, engine, corpus, state, recorder, monitors, checkpoints, stop)
         recorder.note(conclusion(corpus, last_eval_loss))
 
 
 def _make_recorder(
-    plan: RunPlan, folder: RunFolder, lock: RunLock | None, engine: TrainingEngine, state: TrainingState
+    start: Start, folder: RunFolder, lock: RunLock | None, engine: TrainingEngine, state: TrainingState
 ) -> Recorder | SilentRecorder:
     """Make the recorder of this rank, on a run folder that holds nothing of the steps after ``state``."""
     if lock is None:
         return SilentRecorder()
+    plan = start.plan
     goes_on = folder.holds_run
     unreadable = folder.drop_lines_after(state.step)
     if goes_on:
@@ -184,7 +194,7 @@ def _make_recorder(
         plan.run.megastable.logging.interval,
     )
     recorder = Recorder(folder, lock, partial(folder.write_config, plan.run), engine.writers, display)
-    if goes_on and state == FRESH:
+    if goes_on and start.checkpoint is None:
         recorder.record_event(Event(0, 0, "restart", "starts again from step 0: no checkpoint was saved before", {}))
     for text in unreadable:
         recorder.record_event(Event(state.step, state.consumed_samples, "set_aside", text, {}))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from megastable.checkpoints.folder import step_folders, step_of
-from megastable.checkpoints.manifest import Manifest
+from megastable.checkpoints.manifest import NO_CORPUS, Manifest
 from megastable.config import DataConfig, ModelConfig, RunConfig, TrainingConfig
 from megastable.config.run_config import differences, run_as_dict
 from megastable.config.section import Section
@@ -218,7 +218,8 @@ def events_of_resume(
 
 
 def _change_of_tokens(manifest: Manifest, fingerprint: str) -> Change | None:
-    if manifest.corpus_fingerprint == fingerprint:
+    # An imported model has consumed no tokens of ours: there is no place in them to go on from.
+    if manifest.corpus_fingerprint in (fingerprint, NO_CORPUS):
         return None
     return Change(f"{DATA} (its tokens)", manifest.corpus_fingerprint, fingerprint)
 

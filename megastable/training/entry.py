@@ -6,12 +6,12 @@ import contextlib
 import os
 import sys
 import time
-from pathlib import Path
 
 from megastable.checkpoints.folder import clean_up, give_back_superseded
 from megastable.core.errors import AskedToStopError, RunFolderError, RunStoppedError, UserError, shown
 from megastable.core.launch import Launch, check_port
 from megastable.core.launch_variables import rank_as_given
+from megastable.core.run_paths import default_run_dir
 from megastable.training.output import protect_standard_streams
 from megastable.training.run_folder import RunFolder
 from megastable.training.run_lock import RunLock
@@ -51,7 +51,7 @@ def run_command(request: RunRequest) -> int:
 def _plan_and_train(request: RunRequest, held: contextlib.ExitStack) -> None:
     launch = Launch.detect(os.environ)
     check_port(launch)
-    folder = RunFolder(request.run_dir or Path("runs") / request.run_file.stem)
+    folder = RunFolder(request.run_dir or default_run_dir(request.run_file))
     folder.check_writable()
     # Before any checkpoint is looked for, which another run may be writing. The other ranks write nothing before they
     # have met rank 0, and so not before the folder is locked.

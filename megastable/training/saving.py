@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from megastable.core.records import Event, TrainingState
@@ -18,6 +19,7 @@ class Checkpoints:
 
     Args:
         run: the run file as a dictionary.
+        tokenizer: its files, by their names; read beforehand, since a cache may be deleted while the run goes on.
     """
 
     def __init__(
@@ -27,6 +29,7 @@ class Checkpoints:
         recorder: Recorder | SilentRecorder,
         run: dict[str, Any],
         corpus_fingerprint: str,
+        tokenizer: Mapping[str, bytes],
         progress: Progress,
     ) -> None:
         self._writer = writer
@@ -34,6 +37,7 @@ class Checkpoints:
         self._recorder = recorder
         self._run = run
         self._corpus_fingerprint = corpus_fingerprint
+        self._tokenizer = tokenizer
         self._progress = progress
         self._consumed_samples: dict[int, int] = {}
         self._last: SaveOutcome | None = None
@@ -43,7 +47,9 @@ class Checkpoints:
         self._consumed_samples[state.step] = state.consumed_samples
         # As JSON will give it back; and a copy, since the monitors go on while it is written.
         monitors = json.loads(json.dumps(self._monitors.state_dict()))
-        record = RunRecord(state, self._run, self._corpus_fingerprint, monitors, loss, eval_loss)
+        record = RunRecord(
+            state, self._run, self._corpus_fingerprint, monitors, loss, eval_loss, tokenizer=self._tokenizer
+        )
         with self._progress.at_length("saving"):
             self._writer.save(record)
 

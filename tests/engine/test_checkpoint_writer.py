@@ -21,7 +21,8 @@ from megastable.checkpoints.verify import verify
 from megastable.config.training import CheckpointConfig
 from megastable.core.records import TrainingState
 from megastable.engine import checkpoint_writer
-from megastable.engine.checkpoint import RunRecord, file_name
+from megastable.engine.checkpoint import RunRecord
+from megastable.engine.checkpoint_tensors import file_name
 from megastable.engine.checkpoint_writer import ATTEMPTS, CheckpointWriter, SaveOutcome
 from megastable.engine.model_state import Snapshot
 from megastable.engine.training_engine import TrainingEngine

@@ -23,6 +23,8 @@ from tests.support.scripts import run_script
 
 NEWEST, OLDER = 6, 4
 FILES = ("manifest.json", "rank_00000.safetensors", "rank_00001.safetensors")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+"""They do not change from step to step, and are looked at in tests/unit/checkpoints."""
 
 
 def flip_a_bit(path: Path, at: float) -> None:
@@ -96,7 +98,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     finished = run_script(train_command([], run_file, folder / "run"), world_size=2)
     assert finished.exit_codes == [0, 0], finished.output
     shutil.rmtree(folder / "run" / "checkpoints" / folder_name(8))
-    assert sorted(path.name for path in (folder / "run" / "checkpoints" / folder_name(NEWEST)).iterdir()) == [*FILES]
+    newest = folder / "run" / "checkpoints" / folder_name(NEWEST)
+    assert sorted(path.name for path in newest.iterdir()) == [*FILES, *TOKENIZER_FILES]
     return run_file, folder / "run"
 
 

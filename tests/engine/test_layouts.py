@@ -12,7 +12,7 @@ from torch import Tensor
 from megastable.checkpoints.folder import folder_name
 from megastable.checkpoints.verify import verify
 from megastable.core.records import TrainingState
-from megastable.engine.model_state import KINDS
+from megastable.engine.checkpoint_tensors import KINDS
 from megastable.engine.training_engine import TrainingEngine
 from tests.support.ranks import run_ranks
 from tests.support.steps import build_engine, load, save_now, train

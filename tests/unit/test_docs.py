@@ -25,13 +25,15 @@ PAGES = [
 ]
 ROOTS = (REPOSITORY, REPOSITORY / "megastable")
 """Where a path in the text may start: pages say ``engine/weight_update.py`` for ``megastable/engine/…``."""
-TOP_FOLDERS = {path.name for root in ROOTS for path in root.iterdir() if path.is_dir()}
+TOP_FOLDERS = {path.name for root in ROOTS for path in root.iterdir() if path.is_dir()} - {"runs"}
+"""What a run has written here is no part of the repository."""
 OPTIONS_OF_OTHERS = {
-    "--hostfile", "--kill-on-bad-exit", "--log_level", "--master_addr", "--max-restarts", "--nnodes", "--no_ssh",
-    "--node_rank", "--nproc_per_node", "--num_gpus", "--quiet", "--rampup-batch-size", "--rdzv-backend", "--rdzv-conf",
-    "--rdzv-endpoint", "--rdzv-id", "--signal", "--signals-to-handle", "--standalone",
+    "--device", "--hostfile", "--include_path", "--kill-on-bad-exit", "--local-dir", "--log_level", "--master_addr",
+    "--max-restarts", "--model", "--model_args", "--nnodes", "--no_ssh", "--node_rank", "--nproc_per_node",
+    "--num_gpus", "--quiet", "--rampup-batch-size", "--rdzv-backend", "--rdzv-conf", "--rdzv-endpoint", "--rdzv-id",
+    "--signal", "--signals-to-handle", "--standalone", "--tasks",
 }  # fmt: skip
-"""Of srun and sbatch, torchrun, ``deepspeed`` and Megatron-LM."""
+"""Of srun and sbatch, torchrun, ``deepspeed``, Megatron-LM, ``hf`` and ``lm_eval``."""
 MOST_README_LINES = 120
 MOST_README_COLUMNS = 125
 """Of prose and code; a row of a table cannot be broken."""
@@ -154,7 +156,10 @@ def options_of_commands() -> dict[str, set[str]]:
     group = get_command(app)
     assert isinstance(group, TyperGroup)
     return {
-        name: {"--help", *(option for parameter in command.params for option in parameter.opts)}
+        name: {
+            "--help",
+            *(option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)),
+        }
         for name, command in group.commands.items()
     }
 

@@ -108,6 +108,13 @@ def test_a_first_loss_off_by_a_tenth_is_a_warning(share: float, warns: bool) -> 
     assert kinds(monitors_of().observe(seen(2, loss=share * EXPECTED_FIRST_LOSS))) == []
 
 
+def test_the_first_loss_of_an_imported_model_is_not_that_of_fresh_weights() -> None:
+    monitors = monitors_of()
+    monitors.load_state_dict({"first_loss": {"weights_are_fresh": False}})
+    assert kinds(monitors.observe(seen(1, loss=0.5 * EXPECTED_FIRST_LOSS))) == []
+    assert monitors.state_dict()["first_loss"] == {"weights_are_fresh": False}
+
+
 def test_a_first_loss_that_is_no_number_is_a_warning() -> None:
     assert kinds(monitors_of().observe(seen(1, loss=math.nan))) == ["warning"]
 

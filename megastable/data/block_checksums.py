@@ -16,7 +16,7 @@ CHECKSUM_DTYPE = np.dtype("<u4")
 """CRC-32, which notices every change within 32 bits in a row, such as that of one token, and all others but one in
 2**32. A checksum against malice would take four times as long."""
 
-TokenArray = np.ndarray[tuple[int], np.dtype[np.unsignedinteger[Any]]]
+TokenArray = np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
 
 
 class ChecksumWriter:
@@ -78,7 +78,7 @@ class BlockChecksums:
 
 def describe_damage(tokens: npt.NDArray[Any], start: int, vocab_size: int) -> str:
     """Say what a file has instead of ``tokens``, its own from ``start`` on; names an id that is impossible."""
-    outside = np.flatnonzero(tokens >= vocab_size)
+    outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
     if len(outside):
         first = int(outside[0])
         return f"the id {tokens[first]} at token {start + first:,}, outside its vocabulary of {vocab_size:,}"

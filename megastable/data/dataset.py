@@ -51,7 +51,7 @@ class TokenDataset:
         window = self.tokens[start:stop].astype(np.int64)  # (valid + 1,)
         # Compared here, on the host, where it costs microseconds. The model would not notice: an id past the
         # vocabulary but inside of its padding has a row of the embedding, and one past both reads as zeros.
-        if window.max() >= self.vocab_size:
+        if window.max() >= self.vocab_size or window.min() < 0:
             self._refuse(slice(start, stop))
         input_ids, labels = self.padding_sample()
         # With the padded inputs after it, the last token may stay as an input: causal attention hides it from

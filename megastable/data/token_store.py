@@ -1,4 +1,4 @@
-"""Token files: what a tokenised corpus looks like on disk, and mapping it into memory."""
+"""What a tokenised corpus looks like on disk, two pairs of Megatron's indexed format, and mapping it into memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import numpy.typing as npt
 
 from megastable.core.errors import UserError
 from megastable.data.block_checksums import BlockChecksums, TokenArray, describe_damage
+from megastable.data.indexed_format import IndexedTokens, open_indexed, tokens_path
+from megastable.data.indexed_writer import checksums_path
 
-FORMAT_VERSION = 2
-"""Stores of version 1 have no checksums, and some of them line feeds where the text has carriage returns: nothing looks
-for them, and their corpora are built anew."""
-TRAIN_FILE, VALIDATION_FILE, META_FILE, TOKENIZER_FOLDER = "train.bin", "validation.bin", "meta.json", "tokenizer"
+FORMAT_VERSION = 3
+"""Stores of version 2 have no index of their documents. Nothing looks for earlier stores: their corpora are built anew,
+with the same tokens."""
+TRAIN, VALIDATION = "train", "validation"
+META_FILE, TOKENIZER_FOLDER = "meta.json", "tokenizer"
 
 VERIFIED_BYTES = 1 << 26
 """Token files up to this size are compared with their checksums when they are opened, which takes less than a second.
@@ -39,11 +42,17 @@ class TokenStoreMeta:
 
 @dataclass(frozen=True)
 class MappedTokens:
-    """A token file that is mapped into memory."""
+    """A pair of a corpus that is mapped into memory, with the checksums of its tokens."""
 
     path: Path
-    tokens: TokenArray
+    """Of the token ids."""
+    indexed: IndexedTokens
     checksums: BlockChecksums
+
+    @property
+    def tokens(self) -> TokenArray:
+        """Return all ids, shape [tokens]."""
+        return self.indexed.tokens
 
 
 def open_token_store(folder: Path) -> tuple[TokenStoreMeta, MappedTokens, MappedTokens]:
@@ -54,12 +63,12 @@ def open_token_store(folder: Path) -> tuple[TokenStoreMeta, MappedTokens, Mapped
     """
     try:
         meta = TokenStoreMeta(**json.loads((folder / META_FILE).read_text(encoding="utf-8")))
-        train = _map(folder / TRAIN_FILE, meta.dtype, meta.num_train_tokens)
-        validation = _map(folder / VALIDATION_FILE, meta.dtype, meta.num_validation_tokens)
+        train = _map(folder / TRAIN, meta, meta.num_train_tokens)
+        validation = _map(folder / VALIDATION, meta, meta.num_validation_tokens)
         if train.tokens.nbytes + validation.tokens.nbytes <= VERIFIED_BYTES:
             for file in (train, validation):
                 _verify(file, meta.vocab_size)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, UserError) as error:
         raise UserError(
             f"the tokenised corpus in {folder} is damaged ({error}); delete that folder, and the next start builds it "
             "again"
@@ -70,11 +79,6 @@ def open_token_store(folder: Path) -> tuple[TokenStoreMeta, MappedTokens, Mapped
 def store_fingerprint(train_digest: bytes, validation_digest: bytes) -> str:
     """Combine the SHA-256 of both files."""
     return hashlib.sha256(train_digest + validation_digest).hexdigest()
-
-
-def checksums_path(token_file: Path) -> Path:
-    """Return where the checksums of a token file are."""
-    return token_file.with_suffix(".crc32")
 
 
 def _verify(file: MappedTokens, vocab_size: int) -> None:
@@ -94,14 +98,12 @@ def unigram_entropy_nats(counts: npt.NDArray[np.int64]) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def _map(path: Path, dtype: str, num_tokens: int) -> MappedTokens:
-    """Map a token file and its checksums into memory; a ValueError says that a size is not the recorded one."""
-    expected = num_tokens * np.dtype(dtype).itemsize
-    found = path.stat().st_size
-    if found != expected:
-        raise ValueError(f"{path.name} has {found:,} bytes instead of {expected:,}")
-    tokens: TokenArray = np.zeros(0, dtype=dtype)
-    # An empty file cannot be mapped.
-    if num_tokens > 0:
-        tokens = np.memmap(path, dtype=dtype, mode="r", shape=(num_tokens,))
-    return MappedTokens(path, tokens, BlockChecksums(tokens, checksums_path(path)))
+def _map(prefix: Path, meta: TokenStoreMeta, num_tokens: int) -> MappedTokens:
+    """Map a pair and its checksums into memory; a ValueError or UserError says that it is not the recorded one."""
+    indexed = open_indexed(prefix)
+    path = tokens_path(prefix)
+    if indexed.tokens.dtype != np.dtype(meta.dtype):
+        raise ValueError(f"{path.name} has ids of the type {indexed.tokens.dtype.str} instead of {meta.dtype}")
+    if len(indexed.tokens) != num_tokens:
+        raise ValueError(f"{path.name} has {len(indexed.tokens):,} tokens instead of {num_tokens:,}")
+    return MappedTokens(path, indexed, BlockChecksums(indexed.tokens, checksums_path(prefix)))

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megastable.config.limits import LARGEST_VOCABULARY
+from megastable.config.limits import LARGEST_VOCABULARY, MOST_DOCUMENTS, MOST_WORDS
 from megastable.config.section import ChosenByType, PathText, Section
 
 # An empty path is the working directory to Python, which nobody means by it.
@@ -41,6 +41,16 @@ class TextSourceConfig(SourceSection):
     path: NonEmptyPath = Field(description="A file, a folder (read recursively) or a glob pattern.")
 
 
+class JsonlSourceConfig(SourceSection):
+    """Files of JSON lines, one document a line, also compressed (.gz, .zst)."""
+
+    type: Literal["jsonl"] = Field(description="Files of JSON lines.")
+    path: NonEmptyPath = Field(
+        description="A file, a folder (its .jsonl, .jsonl.gz and .jsonl.zst files, read recursively) or a glob pattern."
+    )
+    text_key: NonEmpty = Field(default="text", description="Key of each line's object that holds the text.")
+
+
 class HfSourceConfig(SourceSection):
     """A Hugging Face dataset, one document a row."""
 
@@ -49,6 +59,26 @@ class HfSourceConfig(SourceSection):
     name: str | None = Field(default=None, description="Configuration of the dataset, where it has several.")
     split: NonEmpty = Field(default="train", description="Split to read.")
     text_column: NonEmpty = Field(default="text", description="Column that holds the text.")
+    stream_rows: int | None = Field(
+        default=None,
+        ge=1,
+        le=MOST_DOCUMENTS,
+        description="Rows to read, as a stream without a copy of the dataset on disk. null: all rows, from a copy.",
+    )
+
+
+class SyntheticSourceConfig(SourceSection):
+    """Documents of words that are drawn from a seed, the same on every machine: for work on throughput."""
+
+    type: Literal["synthetic"] = Field(description="Words drawn from a seed.")
+    num_documents: int = Field(default=10_000, ge=1, le=MOST_DOCUMENTS, description="Documents.")
+    words_per_document: int = Field(
+        default=200,
+        ge=1,
+        le=MOST_WORDS,
+        description="Words of a document on average; each has half to one and a half times as many.",
+    )
+    seed: int = Field(default=0, ge=0, le=2**32 - 1, description="Other seeds draw other words.")
 
 
 SourceConfig = Annotated[SourceSection, ChosenByType()]

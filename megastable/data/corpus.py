@@ -19,7 +19,7 @@ from megastable.data.cache_folder import build_once
 from megastable.data.dataset import TokenDataset
 from megastable.data.progress import note
 from megastable.data.sample_order import hash64, validation_documents
-from megastable.data.sources import DocumentSource, open_source
+from megastable.data.sources import DocumentSource, open_source, reads_in_order
 from megastable.data.text_tokenizers import check_fits_model, make_tokenizer, tokenizer_identity
 from megastable.data.token_store import FORMAT_VERSION, TOKENIZER_FOLDER, MappedTokens, open_token_store
 from megastable.data.token_writer import describe_progress, write_token_store
@@ -144,7 +144,11 @@ def _build(folder: Path, data: DataConfig, model: ModelConfig, source: DocumentS
     is_validation = validation_documents(len(source), data.validation_fraction)  # (documents,)
     # The tokenizer learns from the training documents alone, or the validation loss would know its own text.
     note(f"Preparing the {data.tokenizer.type} tokenizer ...", show=show_progress)
-    training_texts = _tokenizer_training_texts(source, np.flatnonzero(~is_validation))
+    training_documents = np.flatnonzero(~is_validation)
+    # By their hash: the first documents of a sorted folder may all be in one language.
+    if not reads_in_order(data.source):
+        training_documents = training_documents[np.argsort(hash64(training_documents))]
+    training_texts = _tokenizer_training_texts(source, training_documents)
     tokenizer = make_tokenizer(data.tokenizer, model, training_texts)
     write_token_store(folder, _SplitDocuments(source, is_validation), tokenizer, show_progress=show_progress)
 
@@ -183,10 +187,9 @@ def _read(source: DocumentSource, index: int) -> str:
 
 
 def _tokenizer_training_texts(source: DocumentSource, documents: npt.NDArray[np.int64]) -> Iterator[str]:
-    """Read ``documents`` in an order that mixes all parts of the source, until there is enough to learn from."""
+    """Read ``documents`` one after the other, until there is enough to learn from."""
     characters = 0
-    # By their hash: the first documents of a sorted folder may all be in one language.
-    for index in documents[np.argsort(hash64(documents))]:
+    for index in documents:
         if characters >= BPE_TRAINING_CHARACTERS:
             return
         # A single document may be larger than the whole budget.

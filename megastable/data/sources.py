@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megastable.config import SourceConfig
-from megastable.data.hf_rows import HfRows
+from megastable.data.hf_rows import open_hf
+from megastable.data.json_lines import JsonLines
+from megastable.data.synthetic import SyntheticDocuments
 from megastable.data.text_files import open_stdlib, open_text
 
 
@@ -62,12 +64,16 @@ class SourceKind:
     """Opens the source that a section of the run file describes; a UserError says why it cannot be opened."""
     may_download: bool = False
     """Whether opening may fetch documents over the network, which a check of the run file must not do."""
+    reads_in_order: Callable[[Any], bool] = lambda spec: False
+    """Whether a source of this section is read from its begin to its end, so that going back takes long."""
 
 
 SOURCES: dict[str, SourceKind] = {
     "stdlib": SourceKind(open_stdlib),
     "text": SourceKind(open_text),
-    "hf": SourceKind(HfRows, may_download=True),
+    "jsonl": SourceKind(JsonLines, reads_in_order=lambda spec: True),
+    "hf": SourceKind(open_hf, may_download=True, reads_in_order=lambda spec: spec.stream_rows is not None),
+    "synthetic": SourceKind(SyntheticDocuments),
 }
 """Kinds of sources, by the ``type`` of their section of the run file."""
 
@@ -79,3 +85,8 @@ def open_source(spec: SourceConfig) -> DocumentSource:
         UserError: the source is not there or has no document.
     """
     return SOURCES[spec.type].open(spec)
+
+
+def reads_in_order(spec: SourceConfig) -> bool:
+    """Tell whether going back in a source takes long, as in a compressed file or a stream."""
+    return SOURCES[spec.type].reads_in_order(spec)

@@ -2,10 +2,12 @@
 
 from megastable.config.batch_rampup import BatchRampupConfig
 from megastable.config.data import (
+    BlendSourceConfig,
     BpeTokenizerConfig,
     BytesTokenizerConfig,
     DataConfig,
     HfSourceConfig,
+    IndexedSourceConfig,
     JsonlSourceConfig,
     SourceConfig,
     StdlibSourceConfig,
@@ -36,6 +38,7 @@ __all__ = [
     "Amount",
     "BatchRampupConfig",
     "Bf16Config",
+    "BlendSourceConfig",
     "BpeTokenizerConfig",
     "BytesTokenizerConfig",
     "CheckpointConfig",
@@ -45,6 +48,7 @@ __all__ = [
     "Fault",
     "Fp16Config",
     "HfSourceConfig",
+    "IndexedSourceConfig",
     "InitConfig",
     "JsonlSourceConfig",
     "LoggingConfig",

@@ -55,7 +55,7 @@ class BlockChecksums:
         found = path.stat().st_size
         if found != expected:
             raise ValueError(f"{path.name} has {found:,} bytes instead of {expected:,}")
-        self._tokens = tokens
+        self.tokens = tokens
         # An empty file cannot be mapped.
         self._checksums = np.memmap(path, CHECKSUM_DTYPE, mode="r") if num_blocks else np.zeros(0, CHECKSUM_DTYPE)
         self._verified = np.zeros(num_blocks, np.bool_)
@@ -65,12 +65,12 @@ class BlockChecksums:
 
         A block that was as written is not read again.
         """
-        block_tokens = BLOCK_BYTES // self._tokens.itemsize
+        block_tokens = BLOCK_BYTES // self.tokens.itemsize
         for block in range(start // block_tokens, -(-stop // block_tokens)):
             if self._verified[block]:
                 continue
             tokens = slice(block * block_tokens, (block + 1) * block_tokens)
-            if zlib.crc32(self._tokens[tokens].data) != self._checksums[block]:
+            if zlib.crc32(self.tokens[tokens].data) != self._checksums[block]:
                 return tokens
             self._verified[block] = True
         return None

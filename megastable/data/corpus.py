@@ -5,23 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from megastable.config import DataConfig, ModelConfig
+from megastable.config import BlendSourceConfig, DataConfig, ModelConfig
 from megastable.core.errors import UserError
 from megastable.core.user_paths import expanded
 from megastable.data.cache_folder import build_once
+from megastable.data.corpora import BlendedCorpus, Corpus
 from megastable.data.dataset import TokenDataset
+from megastable.data.indexed_source import IndexedSource
 from megastable.data.progress import note
 from megastable.data.sample_order import hash64, validation_documents
-from megastable.data.sources import DocumentSource, open_source, reads_in_order
+from megastable.data.sources import DocumentSource, Source, naming_part, open_source, reads_in_order
 from megastable.data.text_tokenizers import check_fits_model, make_tokenizer, tokenizer_identity
-from megastable.data.token_store import FORMAT_VERSION, TOKENIZER_FOLDER, MappedTokens, open_token_store
+from megastable.data.token_store import FORMAT_VERSION, TOKENIZER_FOLDER, MappedTokens, open_token_store, read_meta
 from megastable.data.token_writer import describe_progress, write_token_store
 
 DEFAULT_CACHE_DIR = "~/.cache/megastable"
@@ -31,35 +32,7 @@ CACHE_KEY_DIGITS = 32
 """Hexadecimal digits of a hash: 128 bits, so that no two corpora ever share a folder."""
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """A tokenised corpus, cut into samples of the model's length."""
-
-    train: TokenDataset
-    validation: TokenDataset
-    """May have length 0."""
-    vocab_size: int
-    """Size of the tokenizer's vocabulary."""
-    eod_id: int
-    unigram_entropy_nats: float
-    """Entropy of the training tokens: the loss per token of a model that has learned their frequencies alone."""
-    fingerprint: str
-    """Hash of all tokens and of their split: equal for equal data, on any machine."""
-    tokenizer_path: Path
-    """A folder with ``tokenizer.json`` that ``transformers.AutoTokenizer`` opens."""
-
-    @property
-    def num_train_tokens(self) -> int:
-        """Count the tokens of the training documents, with one end-of-document token each."""
-        return len(self.train.tokens)
-
-    @property
-    def num_validation_tokens(self) -> int:
-        """Count the tokens of the validation documents, with one end-of-document token each."""
-        return len(self.validation.tokens)
-
-
-def prepare_corpus(data: DataConfig, model: ModelConfig, *, show_progress: bool) -> Corpus:
+def prepare_corpus(data: DataConfig, model: ModelConfig, *, show_progress: bool) -> Corpus | BlendedCorpus:
     """Tokenise the documents that ``data`` names, or find them in the cache.
 
     Any number of processes may call this at once: one of them builds, the others wait and map the same files.
@@ -67,6 +40,17 @@ def prepare_corpus(data: DataConfig, model: ModelConfig, *, show_progress: bool)
     Raises:
         UserError: the documents, the tokenizer or the cache cannot be read, or do not fit the model.
     """
+    if not isinstance(data.source, BlendSourceConfig):
+        return _prepare_one(data, model, show_progress)
+    corpora = []
+    for index, part in enumerate(data.source.sources):
+        with naming_part(index):
+            corpora.append(_prepare_one(data.model_copy(update={"source": part.source}), model, show_progress))
+    return BlendedCorpus.of(data.source, corpora)
+
+
+def _prepare_one(data: DataConfig, model: ModelConfig, show_progress: bool) -> Corpus:
+    """Prepare the corpus of a source that is no blend."""
     source = open_source(data.source)
     for remark in source.remarks():
         note(f"{source.name}: {remark}", show=show_progress)
@@ -74,20 +58,37 @@ def prepare_corpus(data: DataConfig, model: ModelConfig, *, show_progress: bool)
     folder = cache_dir / "tokens" / _cache_key(data, model, source)
 
     def build(unfinished: Path) -> None:
-        _build(unfinished, data, model, source, show_progress)
+        if isinstance(source, IndexedSource):
+            tokenizer = make_tokenizer(data.tokenizer, model, ())
+            source.look_through(unfinished, tokenizer, data.validation_fraction, show_progress=show_progress)
+        else:
+            _build(unfinished, data, model, cast(DocumentSource, source), show_progress)
 
     build_once(folder, build, describe_progress, show_progress=show_progress)
-    meta, train, validation = open_token_store(folder)
+    if isinstance(source, IndexedSource):
+        meta = read_meta(folder)
+        train, validation = source.split(data.validation_fraction)
+    else:
+        meta, train, validation = open_token_store(folder)
     # A corpus from the cache may have been tokenised for a larger model.
     check_fits_model(meta.vocab_size, meta.eod_id, model)
-    if meta.num_train_tokens <= model.seq_length:
+    if len(train.tokens) <= model.seq_length:
         raise UserError(
-            f"megastable.data.source: {source.name} has {meta.num_train_tokens:,} training tokens, less than one "
+            f"megastable.data.source: {source.name} has {len(train.tokens):,} training tokens, less than one "
             f"sample of megastable.model.seq_length + 1 = {model.seq_length + 1:,}; add text or shorten the samples"
         )
 
     def dataset_of(file: MappedTokens) -> TokenDataset:
-        return TokenDataset(file.tokens, model.seq_length, meta.eod_id, meta.vocab_size, str(file.path), file.checksums)
+        return TokenDataset(
+            file.tokens,
+            model.seq_length,
+            meta.eod_id,
+            meta.vocab_size,
+            str(file.path),
+            file.checksums,
+            file.first_token,
+            file.remedy,
+        )
 
     return Corpus(
         train=dataset_of(train),
@@ -100,31 +101,7 @@ def prepare_corpus(data: DataConfig, model: ModelConfig, *, show_progress: bool)
     )
 
 
-def check_serves_run(corpus: Corpus, data: DataConfig, largest_batch: int, eval_interval: int) -> None:
-    """Refuse a corpus that has less text than a run asks for.
-
-    Args:
-        largest_batch: samples of the largest global batch.
-        eval_interval: steps between two evaluations; 0 means never.
-
-    Raises:
-        UserError: a batch would hold the same sample twice, or there is nothing to evaluate on.
-    """
-    if largest_batch > len(corpus.train):
-        raise UserError(
-            f"megastable.batch_rampup: the largest global batch of {largest_batch:,} samples is larger than the "
-            f"training data, which are {len(corpus.train):,} samples: a step would hold the same samples twice; legal "
-            f"is at most {len(corpus.train):,}, or more text in megastable.data.source"
-        )
-    if eval_interval > 0 and len(corpus.validation) == 0:
-        raise UserError(
-            f"megastable.training.eval_interval: {eval_interval}, but there is no text to evaluate on: none of the "
-            f"documents kept for validation (megastable.data.validation_fraction = {data.validation_fraction:g}) has "
-            "any, and a single document is for training; legal is 0, or more documents in megastable.data.source"
-        )
-
-
-def _cache_key(data: DataConfig, model: ModelConfig, source: DocumentSource) -> str:
+def _cache_key(data: DataConfig, model: ModelConfig, source: Source) -> str:
     """Hash everything that decides the tokens; the length of samples does not, they are cut when read.
 
     The key of a corpus may change with the format of a store alone: users have corpora that took hours to tokenise.

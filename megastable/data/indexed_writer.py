@@ -17,7 +17,6 @@ from megastable.data.indexed_format import index_path, token_dtype, tokens_path,
 _READ_BYTES = 1 << 24
 _LENGTH_DTYPE = np.dtype("<i8")
 NARROW_VOCABULARY = 1 << 16
-"""Ids below it were hashed as 16 bits before they were stored as Megatron does: checkpoints know their text by that."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class IndexedWriter:
         self.dtype = token_dtype(vocab_size)
         self.digest = hashlib.sha256()
         self.counts = np.zeros(vocab_size, dtype=np.int64)
-        self._hashed_dtype = np.dtype("<u2" if vocab_size <= NARROW_VOCABULARY else "<i4")
+        self._hashed_dtype = hashed_dtype(vocab_size)
         self._prefix = prefix
         self._checksums = ChecksumWriter()
         self._written = kept
@@ -103,12 +102,17 @@ class IndexedWriter:
         self._lengths_file.close()
 
     def _count(self, stored: bytes, ids: npt.NDArray[Any]) -> None:
-        hashed = stored
-        if self._hashed_dtype.itemsize != self.dtype.itemsize:
-            hashed = ids.astype(self._hashed_dtype).tobytes()
-        self.digest.update(hashed)
+        self.digest.update(ids.astype(self._hashed_dtype).tobytes())
         self._checksums.append(stored)
         self.counts += np.bincount(ids, minlength=len(self.counts))
+
+
+def hashed_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Return the type in which ids are hashed, whatever type they are stored in.
+
+    Checkpoints know their text by that hash, since before it was stored as Megatron does.
+    """
+    return np.dtype("<u2" if vocab_size <= NARROW_VOCABULARY else "<i4")
 
 
 def checksums_path(prefix: Path) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from megastable.core.errors import UserError
 from megastable.data.block_checksums import BlockChecksums, TokenArray, describe_damage
-from megastable.data.indexed_format import IndexedTokens, open_indexed, tokens_path
+from megastable.data.dataset import REBUILD
+from megastable.data.indexed_format import open_indexed, tokens_path
 from megastable.data.indexed_writer import checksums_path
 
 FORMAT_VERSION = 3
@@ -42,17 +43,17 @@ class TokenStoreMeta:
 
 @dataclass(frozen=True)
 class MappedTokens:
-    """A pair of a corpus that is mapped into memory, with the checksums of its tokens."""
+    """The tokens of one split, mapped into memory."""
 
     path: Path
-    """Of the token ids."""
-    indexed: IndexedTokens
-    checksums: BlockChecksums
-
-    @property
-    def tokens(self) -> TokenArray:
-        """Return all ids, shape [tokens]."""
-        return self.indexed.tokens
+    tokens: TokenArray
+    """Shape [tokens]."""
+    checksums: BlockChecksums | None
+    """Of the file; None for one of a tool that writes none."""
+    first_token: int = 0
+    """Where ``tokens`` begin in the file."""
+    remedy: str = REBUILD
+    """What a message tells the user to do about damaged tokens."""
 
 
 def open_token_store(folder: Path) -> tuple[TokenStoreMeta, MappedTokens, MappedTokens]:
@@ -62,18 +63,32 @@ def open_token_store(folder: Path) -> tuple[TokenStoreMeta, MappedTokens, Mapped
         UserError: the files are not those that were written.
     """
     try:
-        meta = TokenStoreMeta(**json.loads((folder / META_FILE).read_text(encoding="utf-8")))
+        meta = read_meta(folder)
         train = _map(folder / TRAIN, meta, meta.num_train_tokens)
         validation = _map(folder / VALIDATION, meta, meta.num_validation_tokens)
         if train.tokens.nbytes + validation.tokens.nbytes <= VERIFIED_BYTES:
             for file in (train, validation):
                 _verify(file, meta.vocab_size)
     except (OSError, ValueError, TypeError, UserError) as error:
-        raise UserError(
-            f"the tokenised corpus in {folder} is damaged ({error}); delete that folder, and the next start builds it "
-            "again"
-        ) from error
+        raise damaged_store(folder, error) from error
     return meta, train, validation
+
+
+def read_meta(folder: Path) -> TokenStoreMeta:
+    """Read what is known of a corpus; an OSError, ValueError or TypeError says that it cannot be."""
+    return TokenStoreMeta(**json.loads((folder / META_FILE).read_text(encoding="utf-8")))
+
+
+def write_meta(folder: Path, meta: TokenStoreMeta) -> None:
+    """Write what is known of a corpus."""
+    (folder / META_FILE).write_text(json.dumps(asdict(meta), indent=2) + "\n", encoding="utf-8")
+
+
+def damaged_store(folder: Path, error: Exception) -> UserError:
+    """Say that a folder of the cache is not as it was written."""
+    return UserError(
+        f"the tokenised corpus in {folder} is damaged ({error}); delete that folder, and the next start builds it again"
+    )
 
 
 def store_fingerprint(train_digest: bytes, validation_digest: bytes) -> str:
@@ -83,7 +98,7 @@ def store_fingerprint(train_digest: bytes, validation_digest: bytes) -> str:
 
 def _verify(file: MappedTokens, vocab_size: int) -> None:
     """Read all tokens; a ValueError says that they are not those that were written."""
-    damaged = file.checksums.first_damaged(0, len(file.tokens))
+    damaged = file.checksums.first_damaged(0, len(file.tokens)) if file.checksums is not None else None
     if damaged is not None:
         raise ValueError(f"{file.path.name} has {describe_damage(file.tokens[damaged], damaged.start, vocab_size)}")
 
@@ -106,4 +121,4 @@ def _map(prefix: Path, meta: TokenStoreMeta, num_tokens: int) -> MappedTokens:
         raise ValueError(f"{path.name} has ids of the type {indexed.tokens.dtype.str} instead of {meta.dtype}")
     if len(indexed.tokens) != num_tokens:
         raise ValueError(f"{path.name} has {len(indexed.tokens):,} tokens instead of {num_tokens:,}")
-    return MappedTokens(path, indexed, BlockChecksums(indexed.tokens, checksums_path(prefix)))
+    return MappedTokens(path, indexed.tokens, BlockChecksums(indexed.tokens, checksums_path(prefix)))

@@ -16,13 +16,13 @@ import numpy as np
 from megastable.data.indexed_writer import NOTHING_WRITTEN, IndexedWriter, Written, holds
 from megastable.data.progress import note, track
 from megastable.data.token_store import (
-    META_FILE,
     TOKENIZER_FOLDER,
     TRAIN,
     VALIDATION,
     TokenStoreMeta,
     store_fingerprint,
     unigram_entropy_nats,
+    write_meta,
 )
 from megastable.data.tokenizer_interface import TextTokenizer
 
@@ -108,20 +108,13 @@ def write_token_store(
         )
         train.finish()
         validation.finish()
-    (folder / META_FILE).write_text(json.dumps(asdict(meta), indent=2) + "\n", encoding="utf-8")
+    write_meta(folder, meta)
     (folder / PROGRESS_FILE).unlink()
 
 
 def _begin(folder: Path, tokenizer: TextTokenizer, num_documents: int) -> _Progress:
     """Save the tokenizer, and return the progress of an earlier call with an equal one, or none."""
-    tokenizer_folder = folder / TOKENIZER_FOLDER
-    shutil.rmtree(tokenizer_folder, ignore_errors=True)
-    tokenizer_folder.mkdir()
-    tokenizer.save(tokenizer_folder)
-    digest = hashlib.sha256()
-    for file in sorted(path for path in tokenizer_folder.rglob("*") if path.is_file()):
-        digest.update(f"\0{file.name}\0".encode() + file.read_bytes())
-    fresh = _Progress(digest.hexdigest(), num_documents)
+    fresh = _Progress(save_beside(folder, tokenizer), num_documents)
     earlier = _read_progress(folder)
     if earlier is not None and (earlier.tokenizer, earlier.num_documents) == (fresh.tokenizer, num_documents):
         kept = {TRAIN: earlier.train, VALIDATION: earlier.validation}
@@ -129,6 +122,18 @@ def _begin(folder: Path, tokenizer: TextTokenizer, num_documents: int) -> _Progr
             return earlier
     fresh.write(folder)
     return fresh
+
+
+def save_beside(folder: Path, tokenizer: TextTokenizer) -> str:
+    """Save a tokenizer into the store in ``folder``, and return a hash of its files."""
+    tokenizer_folder = folder / TOKENIZER_FOLDER
+    shutil.rmtree(tokenizer_folder, ignore_errors=True)
+    tokenizer_folder.mkdir()
+    tokenizer.save(tokenizer_folder)
+    digest = hashlib.sha256()
+    for file in sorted(path for path in tokenizer_folder.rglob("*") if path.is_file()):
+        digest.update(f"\0{file.name}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

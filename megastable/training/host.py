@@ -67,9 +67,9 @@ def _read_gpu(line: str) -> Gpu | None:
 
 def look_at_text(source: SourceConfig) -> LocalText | None:
     """Count the documents and bytes of a source; None where that takes a download or reading all of it."""
-    from megastable.data.sources import SOURCES, open_source  # loads numpy
+    from megastable.data.sources import may_download, open_source  # loads numpy
 
-    if SOURCES[source.type].may_download:
+    if may_download(source):
         return None
     try:
         documents = open_source(source)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from datasets import Dataset, DatasetDict
@@ -18,7 +18,7 @@ from tests.data.data_examples import DOCUMENTS, write_documents
 
 
 def opened(**settings: Any) -> DocumentSource:
-    return open_source(TypeAdapter(SourceConfig).validate_python(settings))
+    return cast(DocumentSource, open_source(TypeAdapter(SourceConfig).validate_python(settings)))
 
 
 def texts_of(source: DocumentSource) -> list[str]:

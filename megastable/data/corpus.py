@@ -32,24 +32,30 @@ CACHE_KEY_DIGITS = 32
 """Hexadecimal digits of a hash: 128 bits, so that no two corpora ever share a folder."""
 
 
-def prepare_corpus(data: DataConfig, model: ModelConfig, *, show_progress: bool) -> Corpus | BlendedCorpus:
+def prepare_corpus(
+    data: DataConfig, model: ModelConfig, *, show_progress: bool, num_workers: int = 0
+) -> Corpus | BlendedCorpus:
     """Tokenise the documents that ``data`` names, or find them in the cache.
 
     Any number of processes may call this at once: one of them builds, the others wait and map the same files.
+
+    Args:
+        num_workers: processes that encode; 0 encodes here, on the threads of the tokenizer.
 
     Raises:
         UserError: the documents, the tokenizer or the cache cannot be read, or do not fit the model.
     """
     if not isinstance(data.source, BlendSourceConfig):
-        return _prepare_one(data, model, show_progress)
+        return _prepare_one(data, model, show_progress, num_workers)
     corpora = []
     for index, part in enumerate(data.source.sources):
         with naming_part(index):
-            corpora.append(_prepare_one(data.model_copy(update={"source": part.source}), model, show_progress))
+            of_part = data.model_copy(update={"source": part.source})
+            corpora.append(_prepare_one(of_part, model, show_progress, num_workers))
     return BlendedCorpus.of(data.source, corpora)
 
 
-def _prepare_one(data: DataConfig, model: ModelConfig, show_progress: bool) -> Corpus:
+def _prepare_one(data: DataConfig, model: ModelConfig, show_progress: bool, num_workers: int) -> Corpus:
     """Prepare the corpus of a source that is no blend."""
     source = open_source(data.source)
     for remark in source.remarks():
@@ -62,7 +68,7 @@ def _prepare_one(data: DataConfig, model: ModelConfig, show_progress: bool) -> C
             tokenizer = make_tokenizer(data.tokenizer, model, ())
             source.look_through(unfinished, tokenizer, data.validation_fraction, show_progress=show_progress)
         else:
-            _build(unfinished, data, model, cast(DocumentSource, source), show_progress)
+            _build(unfinished, data, model, cast(DocumentSource, source), show_progress, num_workers)
 
     build_once(folder, build, describe_progress, show_progress=show_progress)
     if isinstance(source, IndexedSource):
@@ -116,7 +122,14 @@ def _cache_key(data: DataConfig, model: ModelConfig, source: Source) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:CACHE_KEY_DIGITS]
 
 
-def _build(folder: Path, data: DataConfig, model: ModelConfig, source: DocumentSource, show_progress: bool) -> None:
+def _build(
+    folder: Path,
+    data: DataConfig,
+    model: ModelConfig,
+    source: DocumentSource,
+    show_progress: bool,
+    num_workers: int,
+) -> None:
     """Make the tokenizer and tokenise every document into ``folder``."""
     is_validation = validation_documents(len(source), data.validation_fraction)  # (documents,)
     # The tokenizer learns from the training documents alone, or the validation loss would know its own text.
@@ -127,10 +140,16 @@ def _build(folder: Path, data: DataConfig, model: ModelConfig, source: DocumentS
         training_documents = training_documents[np.argsort(hash64(training_documents))]
     training_texts = _tokenizer_training_texts(source, training_documents)
     tokenizer = make_tokenizer(data.tokenizer, model, training_texts)
-    write_token_store(folder, _SplitDocuments(source, is_validation), tokenizer, show_progress=show_progress)
+    write_token_store(
+        folder,
+        SplitDocuments(source, is_validation),
+        tokenizer,
+        show_progress=show_progress,
+        num_workers=num_workers,
+    )
 
 
-class _SplitDocuments(Sequence[tuple[str, bool]]):
+class SplitDocuments(Sequence[tuple[str, bool]]):
     """The documents of a source, each with whether it is for validation, read when they are asked for."""
 
     def __init__(self, source: DocumentSource, is_validation: npt.NDArray[np.bool_]) -> None:

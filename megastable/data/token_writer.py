@@ -8,13 +8,14 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from megastable.data.encoding import Ids, encoded
 from megastable.data.indexed_writer import NOTHING_WRITTEN, IndexedWriter, Written, holds
-from megastable.data.progress import note, track
+from megastable.data.progress import note, tokenising
 from megastable.data.token_store import (
     TOKENIZER_FOLDER,
     TRAIN,
@@ -43,8 +44,20 @@ class _Progress:
     num_documents: int
     """Of all documents."""
     finished_documents: int = 0
+    empty_documents: int = 0
+    """Of those finished, without text."""
     train: Written = NOTHING_WRITTEN
     validation: Written = NOTHING_WRITTEN
+
+    def after(self, batch: _PieceBatch, train: Written, validation: Written) -> _Progress:
+        """Return how far the store is with one batch more."""
+        return replace(
+            self,
+            finished_documents=self.finished_documents + batch.num_documents,
+            empty_documents=self.empty_documents + sum(piece.is_empty_document for piece in batch.pieces),
+            train=train,
+            validation=validation,
+        )
 
     def write(self, folder: Path) -> None:
         """Write it so that the file is whole whenever this process ends."""
@@ -72,31 +85,43 @@ def describe_progress(folder: Path) -> str:
 
 
 def write_token_store(
-    folder: Path, documents: Sequence[tuple[str, bool]], tokenizer: TextTokenizer, *, show_progress: bool = False
-) -> None:
+    folder: Path,
+    documents: Sequence[tuple[str, bool]],
+    tokenizer: TextTokenizer,
+    *,
+    show_progress: bool = False,
+    num_workers: int = 0,
+) -> TokenStoreMeta:
     """Tokenise ``documents``, each (text, is it for validation), into ``folder``.
 
     Every document ends with the EOD id; those without text are left out. What an interrupted call has written into the
-    folder is kept: the next one, with equal documents, goes on after the last documents that are on disk.
+    folder is kept: the next one, with equal documents, goes on after the last documents that are on disk. The files are
+    the same for any number of workers.
+
+    Args:
+        num_workers: processes that encode; 0 encodes here, on the threads of the tokenizer.
     """
     progress = _begin(folder, tokenizer, len(documents))
     first = progress.finished_documents
-    description = f"Tokenising {len(documents):,} documents"
     if first:
         note(f"Going on after {first:,} documents that an earlier start has tokenised", show=show_progress)
-    indices = track(range(first, len(documents)), description, len(documents) - first, show=show_progress)
+    texts = (documents[index] for index in range(first, len(documents)))
     with ExitStack() as stack:
         train = IndexedWriter(folder / TRAIN, tokenizer.vocab_size, progress.train)
         validation = IndexedWriter(folder / VALIDATION, tokenizer.vocab_size, progress.validation)
         stack.callback(train.close)
         stack.callback(validation.close)
-        for pieces in _batches((documents[index] for index in indices), tokenizer):
-            _append(train, validation, pieces, tokenizer)
-            first += sum(piece.ends_document for piece in pieces)
-            written = (train.sync(), validation.sync())
+        # The workers first: they must not be forked from a process that draws a bar.
+        batches = stack.enter_context(encoded(_batches(texts, tokenizer), tokenizer, num_workers))
+        description = f"Tokenising {len(documents):,} documents"
+        bar = stack.enter_context(tokenising(len(documents) - first, description, show=show_progress))
+        for batch, ids in batches:
+            num_tokens = _append(train, validation, batch, ids, tokenizer.eod_id)
+            progress = progress.after(batch, train.sync(), validation.sync())
+            bar.advance(batch.num_documents, num_tokens)
             # In the middle of a document there is no place to go on from.
-            if pieces[-1].ends_document:
-                _Progress(progress.tokenizer, len(documents), first, *written).write(folder)
+            if batch.pieces[-1].ends_document:
+                progress.write(folder)
         meta = TokenStoreMeta(
             dtype=train.dtype.str,
             num_train_tokens=int(train.counts.sum()),
@@ -108,8 +133,11 @@ def write_token_store(
         )
         train.finish()
         validation.finish()
+    if progress.empty_documents:
+        note(f"left out {progress.empty_documents:,} documents without text", show=show_progress)
     write_meta(folder, meta)
     (folder / PROGRESS_FILE).unlink()
+    return meta
 
 
 def _begin(folder: Path, tokenizer: TextTokenizer, num_documents: int) -> _Progress:
@@ -141,33 +169,49 @@ class _Piece:
     text: str
     is_validation: bool
     ends_document: bool
+    is_empty_document: bool = False
 
 
-def _append(
-    train: IndexedWriter, validation: IndexedWriter, pieces: Sequence[_Piece], tokenizer: TextTokenizer
-) -> None:
-    """Encode pieces, and append each to the pair of its split."""
-    with_text = [piece for piece in pieces if piece.text]
-    encoded = tokenizer.encode_batch([piece.text for piece in with_text])
-    eod = np.array([tokenizer.eod_id], dtype=np.int64)
+@dataclass(frozen=True)
+class _PieceBatch:
+    pieces: Sequence[_Piece]
+
+    @property
+    def texts(self) -> list[str]:
+        """Return the texts that there is something to encode of."""
+        return [piece.text for piece in self.pieces if piece.text]
+
+    @property
+    def num_documents(self) -> int:
+        """Count the documents that end here."""
+        return sum(piece.ends_document for piece in self.pieces)
+
+
+def _append(train: IndexedWriter, validation: IndexedWriter, batch: _PieceBatch, all_ids: Ids, eod_id: int) -> int:
+    """Append the ids of each piece to the pair of its split; returns how many there are."""
+    eod = np.array([eod_id], dtype=np.int64)
+    with_text = [piece for piece in batch.pieces if piece.text]
+    total = 0
     for writer, is_validation in ((train, False), (validation, True)):
         # An empty array makes an empty stream join as well.
         stream = [eod[:0]]
         ends = []
         num_tokens = 0
-        for piece, ids in zip(with_text, encoded, strict=True):
+        for piece, ids in zip(with_text, all_ids, strict=True):
             if piece.is_validation != is_validation:
                 continue
-            stream.append(np.asarray(ids, np.int64))
+            stream.append(ids)
             num_tokens += len(ids)
             if piece.ends_document:
                 stream.append(eod)
                 num_tokens += 1
                 ends.append(num_tokens)
         writer.append(np.concatenate(stream), np.array(ends, np.int64))
+        total += num_tokens
+    return total
 
 
-def _batches(documents: Iterable[tuple[str, bool]], tokenizer: TextTokenizer) -> Iterator[list[_Piece]]:
+def _batches(documents: Iterable[tuple[str, bool]], tokenizer: TextTokenizer) -> Iterator[_PieceBatch]:
     """Cut documents into pieces, in order, and yield as many at a time as keep the cores busy.
 
     A document without text is a piece without text, so that finished documents can be counted.
@@ -179,11 +223,12 @@ def _batches(documents: Iterable[tuple[str, bool]], tokenizer: TextTokenizer) ->
         if len(text) > _PIECE_CHARACTERS:
             pieces = list(tokenizer.pieces(text, _PIECE_CHARACTERS))
         for index, piece in enumerate(pieces, start=1):
-            batch.append(_Piece(piece, is_validation, ends_document=index == len(pieces)))
-            characters += len(piece)
+            batch.append(_Piece(piece, is_validation, index == len(pieces), is_empty_document=not text))
+            # At least one, so that documents without text do not gather for ever.
+            characters += max(1, len(piece))
             if characters >= _BATCH_CHARACTERS:
-                yield batch
+                yield _PieceBatch(batch)
                 batch = []
                 characters = 0
     if batch:
-        yield batch
+        yield _PieceBatch(batch)

@@ -134,19 +134,18 @@ def _build(
     is_validation = validation_documents(len(source), data.validation_fraction)  # (documents,)
     # The tokenizer learns from the training documents alone, or the validation loss would know its own text.
     note(f"Preparing the {data.tokenizer.type} tokenizer ...", show=show_progress)
-    training_documents = np.flatnonzero(~is_validation)
-    # By their hash: the first documents of a sorted folder may all be in one language.
-    if not reads_in_order(data.source):
-        training_documents = training_documents[np.argsort(hash64(training_documents))]
-    training_texts = _tokenizer_training_texts(source, training_documents)
+    in_order = reads_in_order(data.source)
+    training_texts = texts_to_learn_from(source, np.flatnonzero(~is_validation), in_order=in_order)
     tokenizer = make_tokenizer(data.tokenizer, model, training_texts)
-    write_token_store(
+    meta = write_token_store(
         folder,
         SplitDocuments(source, is_validation),
         tokenizer,
         show_progress=show_progress,
         num_workers=num_workers,
     )
+    if meta.num_empty_documents:
+        note(f"{source.name}: left out {meta.num_empty_documents:,} documents without text", show=show_progress)
 
 
 class SplitDocuments(Sequence[tuple[str, bool]]):
@@ -160,10 +159,10 @@ class SplitDocuments(Sequence[tuple[str, bool]]):
         return len(self._source)
 
     def __getitem__(self, index: Any) -> Any:
-        return _read(self._source, index), bool(self._is_validation[index])
+        return read_document(self._source, index), bool(self._is_validation[index])
 
 
-def _read(source: DocumentSource, index: int) -> str:
+def read_document(source: DocumentSource, index: int) -> str:
     """Read a document that every tokenizer can take.
 
     Raises:
@@ -182,13 +181,20 @@ def _read(source: DocumentSource, index: int) -> str:
     return text
 
 
-def _tokenizer_training_texts(source: DocumentSource, documents: npt.NDArray[np.int64]) -> Iterator[str]:
-    """Read ``documents`` one after the other, until there is enough to learn from."""
+def texts_to_learn_from(source: DocumentSource, documents: npt.NDArray[np.int64], *, in_order: bool) -> Iterator[str]:
+    """Read ``documents`` until there is enough to learn from, in an order that mixes all parts of the source.
+
+    Args:
+        in_order: take the first ones instead, because going back in the source takes long.
+    """
     characters = 0
+    # By their hash: the first documents of a sorted folder may all be in one language.
+    if not in_order:
+        documents = documents[np.argsort(hash64(documents))]
     for index in documents:
         if characters >= BPE_TRAINING_CHARACTERS:
             return
         # A single document may be larger than the whole budget.
-        text = _read(source, int(index))[: BPE_TRAINING_CHARACTERS - characters]
+        text = read_document(source, int(index))[: BPE_TRAINING_CHARACTERS - characters]
         characters += len(text)
         yield text

@@ -19,26 +19,45 @@ def open_hf(spec: HfSourceConfig) -> HfRows | HfStream:
     Raises:
         UserError: it cannot be opened, has no row, or has no such split or text column.
     """
-    return HfRows(spec) if spec.stream_rows is None else HfStream(spec, spec.stream_rows)
+    if spec.stream_rows is not None:
+        return HfStream(spec, spec.stream_rows)
+    return HfRows(_load(spec), spec.path, spec.text_column)
+
+
+def open_tables(files: Sequence[Path], file_format: str, name: str, column: str) -> HfRows:
+    """Open files of a format that the library reads, such as parquet, as one dataset.
+
+    Raises:
+        UserError: they cannot be read, have no row or no such column.
+    """
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset(file_format, data_files=[str(file) for file in files], split="train")
+    except Exception as error:
+        why = first_line(error.__cause__ or error)
+        raise UserError(f"megastable.data.source.path: datasets cannot read {name} as {file_format}: {why}") from error
+    if len(rows) == 0:
+        raise UserError(f"megastable.data.source.path: {name} has no rows")
+    return HfRows(rows, name, column)
 
 
 class HfRows:
     """One document a row of a Hugging Face dataset."""
 
-    def __init__(self, spec: HfSourceConfig) -> None:
-        """Open the dataset, which is downloaded where it is not on this machine.
+    def __init__(self, rows: Any, name: str, column: str) -> None:
+        """Take the rows of an open dataset.
 
         Raises:
-            UserError: the dataset cannot be opened, has no row, or has no such split or text column.
+            UserError: it has no such column.
         """
-        self.name = spec.path
-        self._column = spec.text_column
-        rows = _load(spec)
-        _check_column(spec, rows.column_names)
+        self.name = name
+        self._column = column
+        _check_column(name, column, rows.column_names)
         # Taken before the other columns are dropped: the fingerprint counts what was done to the rows, and that of the
         # columns kept names caches that exist already.
         self._fingerprint = str(rows._fingerprint)
-        self._rows = rows.select_columns([spec.text_column])
+        self._rows = rows.select_columns([column])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -83,7 +102,7 @@ class HfStream:
         self._rows: Iterator[Any] = iter(())
         self._rows_read = num_rows
         # Not all streams know their columns before a row is read.
-        _check_column(spec, list(self._row(0)))
+        _check_column(self.name, self._column, list(self._row(0)))
 
     def __len__(self) -> int:
         return self._num_rows
@@ -125,11 +144,10 @@ class HfStream:
         return row
 
 
-def _check_column(spec: HfSourceConfig, columns: Sequence[str]) -> None:
-    if spec.text_column not in columns:
+def _check_column(name: str, column: str, columns: Sequence[str]) -> None:
+    if column not in columns:
         raise UserError(
-            f"megastable.data.source.text_column: {spec.path} has no column {spec.text_column!r}; "
-            f"its columns are {', '.join(columns)}"
+            f"megastable.data.source.text_column: {name} has no column {column!r}; its columns are {', '.join(columns)}"
         )
 
 

@@ -107,6 +107,8 @@ class IndexedSource:
             digests.append(digest.digest())
         meta = TokenStoreMeta(
             dtype=self._train.tokens.dtype.str,
+            num_documents=len(self),
+            num_empty_documents=0,
             num_train_tokens=len(train.tokens),
             num_validation_tokens=len(validation.tokens),
             vocab_size=tokenizer.vocab_size,

@@ -32,6 +32,9 @@ class TokenStoreMeta:
     """What is known of a tokenised corpus without reading it."""
 
     dtype: str
+    num_documents: int
+    """Of both splits, those without text among them."""
+    num_empty_documents: int
     num_train_tokens: int
     num_validation_tokens: int
     vocab_size: int

@@ -76,6 +76,12 @@ def _read_progress(folder: Path) -> _Progress | None:
         return None
 
 
+def finished_documents(folder: Path) -> int:
+    """Count the documents that an unfinished store has."""
+    progress = _read_progress(folder)
+    return 0 if progress is None else progress.finished_documents
+
+
 def describe_progress(folder: Path) -> str:
     """Say how many documents an unfinished store in ``folder`` has; empty where it is not known."""
     progress = _read_progress(folder)
@@ -124,6 +130,8 @@ def write_token_store(
                 progress.write(folder)
         meta = TokenStoreMeta(
             dtype=train.dtype.str,
+            num_documents=len(documents),
+            num_empty_documents=progress.empty_documents,
             num_train_tokens=int(train.counts.sum()),
             num_validation_tokens=int(validation.counts.sum()),
             vocab_size=tokenizer.vocab_size,
@@ -133,8 +141,6 @@ def write_token_store(
         )
         train.finish()
         validation.finish()
-    if progress.empty_documents:
-        note(f"left out {progress.empty_documents:,} documents without text", show=show_progress)
     write_meta(folder, meta)
     (folder / PROGRESS_FILE).unlink()
     return meta

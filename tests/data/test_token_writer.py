@@ -201,10 +201,18 @@ def test_a_few_batches_are_read_ahead_and_no_more(monkeypatch: pytest.MonkeyPatc
     assert 50 - 2 * 2 <= finished <= 50
 
 
-def test_documents_without_text_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documents_without_text_are_counted(tmp_path: Path) -> None:
     documents = [("a", False), ("", False), ("", True)]
-    write_token_store(tmp_path, documents, BytesTokenizer(), show_progress=True)
-    assert "left out 2 documents without text" in capsys.readouterr().err
+    meta = write_token_store(tmp_path, documents, BytesTokenizer())
+    assert (meta.num_documents, meta.num_empty_documents) == (3, 2)
+    assert open_token_store(tmp_path)[0] == meta
+
+
+def test_a_run_says_how_many_documents_had_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "the cat and the hat"}\n{"text": ""}\n\n')
+    data = text_data(tmp_path, tmp_path / "cache", source={"type": "jsonl", "path": str(tmp_path / "rows.jsonl")})
+    prepare_corpus(data.model_copy(update={"validation_fraction": 0.0}), tiny_model(), show_progress=True)
+    assert "rows.jsonl: left out 2 documents without text" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("_small_batches")

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from megastable.cli.check import print_findings
 from megastable.cli.checkpoints import print_checkpoints
+from megastable.cli.data import data_app, tokenizer_app
 from megastable.cli.pictures import plot_run
 from megastable.cli.plan import PlanRequest, print_forecast, print_layouts
 from megastable.cli.watch import watch_run
@@ -293,6 +294,10 @@ def checkpoints(
     """
     if not print_checkpoints(run_dir, verify, as_json):
         raise typer.Exit(1)
+
+
+app.add_typer(data_app, name="data")
+app.add_typer(tokenizer_app, name="tokenizer")
 
 
 def main() -> None:

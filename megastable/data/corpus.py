@@ -22,7 +22,15 @@ from megastable.data.progress import note
 from megastable.data.sample_order import hash64, validation_documents
 from megastable.data.sources import DocumentSource, Source, naming_part, open_source, reads_in_order
 from megastable.data.text_tokenizers import check_fits_model, make_tokenizer, tokenizer_identity
-from megastable.data.token_store import FORMAT_VERSION, TOKENIZER_FOLDER, MappedTokens, open_token_store, read_meta
+from megastable.data.token_store import (
+    FORMAT_VERSION,
+    META_FILE,
+    TOKENIZER_FOLDER,
+    MappedTokens,
+    damaged_store,
+    open_token_store,
+    read_meta,
+)
 from megastable.data.token_writer import describe_progress, write_token_store
 
 DEFAULT_CACHE_DIR = "~/.cache/megastable"
@@ -72,7 +80,10 @@ def _prepare_one(data: DataConfig, model: ModelConfig, show_progress: bool, num_
 
     build_once(folder, build, describe_progress, show_progress=show_progress)
     if isinstance(source, IndexedSource):
-        meta = read_meta(folder)
+        try:
+            meta = read_meta(folder / META_FILE)
+        except (OSError, ValueError, TypeError) as error:
+            raise damaged_store(folder, error) from error
         train, validation = source.split(data.validation_fraction)
     else:
         meta, train, validation = open_token_store(folder)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from multiprocessing.pool import AsyncResult, Pool
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from megastable.core.errors import UserError
 from megastable.data.tokenizer_interface import TextTokenizer
 
 Ids = Sequence[npt.NDArray[Any]]
+EncodedTexts = tuple[npt.NDArray[Any], list[int]]
+"""The ids of several texts in one array, and how many each has."""
 THREADS_VARIABLE = "TOKENIZERS_PARALLELISM"
 BATCHES_AHEAD = 2
 """Batches that wait for each process: one less, and a process waits for its next one."""
@@ -50,29 +55,36 @@ def encoded(
 def _encoded_elsewhere(
     batches: Iterable[Batch], tokenizer: TextTokenizer, num_workers: int
 ) -> Iterator[Iterator[tuple[Batch, Ids]]]:
-    # Forked: a tokenizer loses settings when it is pickled. Their threads stay with the parent, so a child uses none.
-    pool = multiprocessing.get_context("fork").Pool(num_workers, _Worker.begin, (tokenizer,))
+    # Forked: a tokenizer loses settings when it is pickled. Its threads stay with the parent, so a child uses none.
+    fork = multiprocessing.get_context("fork")
+    executor = ProcessPoolExecutor(num_workers, fork, initializer=_Worker.begin, initargs=(tokenizer,))
     try:
-        yield _in_order(batches, pool, BATCHES_AHEAD * num_workers)
+        # All are forked for the first task: before the caller starts a thread that draws a bar.
+        executor.submit(_Worker.encode, []).result()
+        yield _in_order(batches, executor, BATCHES_AHEAD * num_workers)
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"one of {num_workers} processes that encode was ended, perhaps because memory ran out; start again to go "
+            "on, with fewer processes if need be"
+        ) from error
     finally:
-        pool.terminate()
-        pool.join()
+        executor.shutdown(cancel_futures=True)
 
 
-def _in_order(batches: Iterable[Batch], pool: Pool, most_ahead: int) -> Iterator[tuple[Batch, Ids]]:
-    """Hand out batches and take in their ids in the same order; Pool.imap would read all batches at once."""
-    waiting: deque[tuple[Batch, AsyncResult[tuple[npt.NDArray[Any], list[int]]]]] = deque()
+def _in_order(batches: Iterable[Batch], executor: ProcessPoolExecutor, most_ahead: int) -> Iterator[tuple[Batch, Ids]]:
+    """Hand out batches and take in their ids in the same order; ``map`` would read all batches at once."""
+    waiting: deque[tuple[Batch, Future[EncodedTexts]]] = deque()
     for batch in batches:
-        waiting.append((batch, pool.apply_async(_Worker.encode, (list(batch.texts),))))
+        waiting.append((batch, executor.submit(_Worker.encode, list(batch.texts))))
         if len(waiting) >= most_ahead:
             yield _taken(waiting)
     while waiting:
         yield _taken(waiting)
 
 
-def _taken(waiting: deque[tuple[Batch, Any]]) -> tuple[Batch, Ids]:
+def _taken(waiting: deque[tuple[Batch, Future[EncodedTexts]]]) -> tuple[Batch, Ids]:
     batch, result = waiting.popleft()
-    ids, lengths = result.get()
+    ids, lengths = result.result()
     return batch, np.split(ids, np.cumsum(lengths)[:-1]) if lengths else []
 
 
@@ -83,11 +95,13 @@ class _Worker:
 
     @classmethod
     def begin(cls, tokenizer: TextTokenizer) -> None:
+        # The parent ends its children, whoever presses Ctrl-C.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.environ[THREADS_VARIABLE] = "false"
         cls.encode_texts = lambda texts: _encode(tokenizer, texts)
 
     @classmethod
-    def encode(cls, texts: Sequence[str]) -> tuple[npt.NDArray[Any], list[int]]:
+    def encode(cls, texts: Sequence[str]) -> EncodedTexts:
         """Return the ids of all texts in one array, which travels faster than many, and how many each has."""
         ids = cls.encode_texts(texts)
         lengths = [len(part) for part in ids]

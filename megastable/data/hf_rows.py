@@ -165,7 +165,7 @@ def _open_stream(spec: HfSourceConfig) -> tuple[Any, str]:
     from datasets import load_dataset_builder
 
     path = expanded(spec.path)
-    if _is_saved(path):
+    if is_saved_dataset(path):
         rows = _load(spec)
         return rows.to_iterable_dataset(), str(rows._fingerprint)
     try:
@@ -181,7 +181,7 @@ def _open_stream(spec: HfSourceConfig) -> tuple[Any, str]:
         ) from error
 
 
-def _is_saved(path: Path) -> bool:
+def is_saved_dataset(path: Path) -> bool:
     """Tell whether a folder was written by save_to_disk, which leaves one of these files."""
     return any((path / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
 
@@ -195,7 +195,11 @@ def _load(spec: HfSourceConfig) -> Any:
     what = f"datasets cannot open {spec.path} (name {spec.name!r}, split {spec.split!r})"
     try:
         # Anything else is for load_dataset, be it a folder or a name.
-        rows = load_from_disk(str(path)) if _is_saved(path) else load_dataset(str(path), spec.name, split=spec.split)
+        rows = (
+            load_from_disk(str(path))
+            if is_saved_dataset(path)
+            else load_dataset(str(path), spec.name, split=spec.split)
+        )
     except IndexError as error:
         # The library looks for the first file of a dataset that was saved without a row.
         raise UserError(f"megastable.data.source.path: {what}: it has no data") from error

@@ -145,18 +145,21 @@ def check_ids(opened: IndexedTokens, vocab_size: int, start: int, stop: int) -> 
     )
 
 
-def write_index(path: Path, dtype: npt.DTypeLike, document_lengths: npt.NDArray[np.integer[Any]]) -> None:
+def write_index(
+    path: Path, dtype: npt.DTypeLike, lengths: npt.NDArray[np.integer[Any]], bounds: Int64Array | None = None
+) -> None:
     """Write the index of documents that lie one after another.
 
     Args:
-        document_lengths: tokens of each, shape [d].
+        lengths: tokens of each sequence, shape [n].
+        bounds: sequence at which each document begins, and n; None where every sequence is a document, of any length.
     """
     code = {np.dtype(known): code for code, known in DTYPES.items()}[np.dtype(dtype)]
     itemsize = np.dtype(dtype).itemsize
-    lengths: npt.NDArray[Any] = document_lengths
-    bounds: npt.NDArray[Any] = np.arange(len(lengths) + 1)
-    if len(lengths) and int(lengths.max()) > LONGEST_SEQUENCE:
-        lengths, bounds = _cut_long(lengths)
+    if bounds is None:
+        bounds = np.arange(len(lengths) + 1)
+        if len(lengths) and int(lengths.max()) > LONGEST_SEQUENCE:
+            lengths, bounds = _cut_long(lengths)
     with path.open("wb") as file:
         file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(bounds)))
         for start in range(0, len(lengths), _CHECKED_AT_ONCE):

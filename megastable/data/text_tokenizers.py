@@ -214,6 +214,19 @@ class TransformersKind:
         return tokenizer
 
 
+def named_tokenizer(name: str, key: str) -> TextTokenizer:
+    """Return the tokenizer that a command line names: ``bytes``, or what transformers loads.
+
+    Args:
+        key: what a message calls the place where the name was given.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    # A folder of that name can still be meant by ./bytes.
+    return BytesTokenizer() if name == "bytes" else load_transformers_tokenizer(name, key)
+
+
 def load_transformers_tokenizer(path: str, key: str) -> TransformersTokenizer:
     """Load a tokenizer from a folder, or by its name on the hub.
 

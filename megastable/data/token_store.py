@@ -66,7 +66,7 @@ def open_token_store(folder: Path) -> tuple[TokenStoreMeta, MappedTokens, Mapped
         UserError: the files are not those that were written.
     """
     try:
-        meta = read_meta(folder)
+        meta = read_meta(folder / META_FILE)
         train = _map(folder / TRAIN, meta, meta.num_train_tokens)
         validation = _map(folder / VALIDATION, meta, meta.num_validation_tokens)
         if train.tokens.nbytes + validation.tokens.nbytes <= VERIFIED_BYTES:
@@ -77,9 +77,9 @@ def open_token_store(folder: Path) -> tuple[TokenStoreMeta, MappedTokens, Mapped
     return meta, train, validation
 
 
-def read_meta(folder: Path) -> TokenStoreMeta:
+def read_meta(path: Path) -> TokenStoreMeta:
     """Read what is known of a corpus; an OSError, ValueError or TypeError says that it cannot be."""
-    return TokenStoreMeta(**json.loads((folder / META_FILE).read_text(encoding="utf-8")))
+    return TokenStoreMeta(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def write_meta(folder: Path, meta: TokenStoreMeta) -> None:

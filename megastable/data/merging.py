@@ -85,6 +85,8 @@ def _write(pairs: Sequence[IndexedTokens], output: Path, show_progress: bool) ->
     checksums.write(checksums_path(output))
     lengths = np.concatenate([pair.sequence_lengths for pair in pairs])
     bounds = [np.zeros(1, np.int64)]
+    first_sequence = 0
     for pair in pairs:
-        bounds.append(bounds[-1][-1] + pair.document_indices[1:])
+        bounds.append(first_sequence + pair.document_indices[1:])
+        first_sequence += len(pair.sequence_lengths)
     write_index(index_path(output), pairs[0].tokens.dtype, lengths, np.concatenate(bounds))

@@ -236,6 +236,9 @@ def load_transformers_tokenizer(path: str, key: str) -> TransformersTokenizer:
     Raises:
         UserError: it is not found, or has no token that ends a document.
     """
+    # What can only be a path is not looked for on the hub, which takes a minute where there is no network.
+    if path.startswith((".", "/", "~")) and not expanded(path).exists():
+        raise UserError(f"{key}: there is no folder {path}")
     # Imported here, because it takes seconds that other tokenizers need not spend.
     from transformers import AutoTokenizer
 

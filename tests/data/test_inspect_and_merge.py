@@ -118,7 +118,7 @@ def _tensor(ids: Sequence[int]) -> Any:
     return torch.tensor(list(ids), dtype=torch.int64)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     pairs=st.lists(
         st.lists(st.lists(st.lists(st.integers(0, 256), max_size=4), max_size=3), max_size=4), min_size=1, max_size=3

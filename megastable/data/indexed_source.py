@@ -50,6 +50,11 @@ class IndexedSource:
     def __len__(self) -> int:
         return sum(pair.num_documents for pair in self._pairs)
 
+    @property
+    def num_tokens(self) -> int:
+        """Count the tokens that there are to train on, and those of the same pair that are kept for validation."""
+        return len(self._train.tokens)
+
     def num_bytes(self) -> None:
         """Return None: tokens are counted, not the text that they were made of."""
 

@@ -13,6 +13,8 @@ from megastable.core.errors import DamagedDataError, UserError
 from megastable.data import Corpus, prepare_corpus
 from megastable.data.indexed_format import index_path, tokens_path, write_index
 from megastable.data.indexed_writer import IndexedWriter
+from megastable.planning.preflight.review import LocalText
+from megastable.training.host import look_at_text
 from tests.data.data_examples import text_data, tiny_model, write_documents
 
 EOD = 256
@@ -135,3 +137,12 @@ def test_documents_that_another_tokenizer_ended_are_said(tmp_path: Path, capsys:
     assert "4 of 20 documents do not end with the tokenizer's end-of-document id 256" in capsys.readouterr().err
     prepared(write_pair(tmp_path / "whole", DOCUMENTS), tmp_path / "cache")
     assert "do not end" not in capsys.readouterr().err
+
+
+def test_a_check_counts_the_tokens(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path / "pair", DOCUMENTS)
+    source = text_data(pair, tmp_path, source={"type": "indexed", "path": str(pair)}).source
+    assert look_at_text(source) == LocalText(20, 0, num_tokens=len(flat(DOCUMENTS)))
+    index_path(pair).unlink()
+    found = look_at_text(source)
+    assert found is not None and found.fault.startswith(f"megastable.data.source.path: {pair}.idx cannot be read")

@@ -25,6 +25,7 @@ setup(
         "filelock>=3.13",
         "numpy>=2",
         "psutil>=5.9",
+        "pyarrow>=19",
         "pydantic>=2.10",
         "rich>=13",
         "safetensors>=0.5",

@@ -35,7 +35,7 @@ from megastable.core.init_std import MatrixSize, megatron_530b
 from megastable.core.launch import Launch
 from megastable.core.records import TrainingState
 from megastable.core.scripts import Parser, run_script
-from megastable.data import Corpus, SampleOrder, prepare_corpus, training_micro_batches
+from megastable.data import BlendedCorpus, Corpus, prepare_corpus, training_micro_batches
 from megastable.engine.process_group import connected
 from megastable.planning.run_plan import RunPlan
 
@@ -78,10 +78,10 @@ def run_config(arguments: argparse.Namespace, hidden: int, std: float, lr: float
     )  # fmt: skip
 
 
-def train(plan: RunPlan, corpus: Corpus) -> tuple[list[float], list[float]]:
+def train(plan: RunPlan, corpus: Corpus | BlendedCorpus) -> tuple[list[float], list[float]]:
     """Train a planned run; returns the losses and gradient norms of all its steps."""
     engine = build_engine(plan)
-    order = SampleOrder(len(corpus.train), plan.run.megastable.training.seed)
+    order = corpus.order(plan.run.megastable.training.seed)
     state = TrainingState()
     losses = []
     norms = []

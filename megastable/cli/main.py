@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from megastable.cli.check import print_findings
 from megastable.cli.checkpoints import print_checkpoints
+from megastable.cli.data import data_app, tokenizer_app
 from megastable.cli.export import export
 from megastable.cli.generate import generate
 from megastable.cli.import_model import import_model
@@ -301,6 +302,8 @@ def checkpoints(
 app.command()(export)
 app.command("import")(import_model)
 app.command()(generate)
+app.add_typer(data_app, name="data")
+app.add_typer(tokenizer_app, name="tokenizer")
 
 
 def main() -> None:

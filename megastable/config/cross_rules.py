@@ -10,7 +10,13 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from megastable.config.batch_rampup import BatchRampupConfig
-from megastable.config.data import SMALLEST_BYTE_VOCAB, BpeTokenizerConfig, BytesTokenizerConfig, DataConfig
+from megastable.config.data import (
+    SMALLEST_BYTE_VOCAB,
+    BpeTokenizerConfig,
+    BytesTokenizerConfig,
+    DataConfig,
+    states_validation,
+)
 from megastable.config.deepspeed_keys import (
     ACCUMULATION_DTYPES,
     Bf16Config,
@@ -243,7 +249,7 @@ def bytes_fit_the_model(data: DataConfig, model: ModelConfig) -> Iterator[Fault]
 
 def evaluation_needs_validation_data(data: DataConfig, training: TrainingConfig) -> Iterator[Fault]:
     """Refuse to evaluate on no documents, which would pass silently."""
-    if training.eval_interval > 0 and data.validation_fraction == 0:
+    if training.eval_interval > 0 and data.validation_fraction == 0 and not states_validation(data.source):
         yield Fault(
             "megastable.training.eval_interval",
             training.eval_interval,

@@ -6,12 +6,17 @@ A text source or a tokenizer is a section here, with a "type" of its own, and on
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from megastable.config.limits import LARGEST_VOCABULARY
-from megastable.config.section import ChosenByType, PathText, Section
+from megastable.config.limits import LARGEST_FACTOR, LARGEST_VOCABULARY, LONGEST_LIST, MOST_DOCUMENTS, MOST_WORDS
+from megastable.config.reading.faults import Fault
+from megastable.config.section import ChosenByType, PathText, Section, kinds_of
+from megastable.core.blend import LONGEST_PERIOD, whole_weights
 
 # An empty path is the working directory to Python, which nobody means by it.
 NonEmpty = Annotated[str, Field(min_length=1)]
@@ -41,6 +46,16 @@ class TextSourceConfig(SourceSection):
     path: NonEmptyPath = Field(description="A file, a folder (read recursively) or a glob pattern.")
 
 
+class JsonlSourceConfig(SourceSection):
+    """Files of JSON lines, one document a line, also compressed (.gz, .zst)."""
+
+    type: Literal["jsonl"] = Field(description="Files of JSON lines.")
+    path: NonEmptyPath = Field(
+        description="A file, a folder (its .jsonl, .jsonl.gz and .jsonl.zst files, read recursively) or a glob pattern."
+    )
+    text_key: NonEmpty = Field(default="text", description="Key of each line's object that holds the text.")
+
+
 class HfSourceConfig(SourceSection):
     """A Hugging Face dataset, one document a row."""
 
@@ -49,6 +64,66 @@ class HfSourceConfig(SourceSection):
     name: str | None = Field(default=None, description="Configuration of the dataset, where it has several.")
     split: NonEmpty = Field(default="train", description="Split to read.")
     text_column: NonEmpty = Field(default="text", description="Column that holds the text.")
+    stream_rows: int | None = Field(
+        default=None,
+        ge=1,
+        le=MOST_DOCUMENTS,
+        description="Rows to read, as a stream without a copy of the dataset on disk. null: all rows, from a copy.",
+    )
+
+
+class SyntheticSourceConfig(SourceSection):
+    """Documents of words that are drawn from a seed, the same on every machine: for work on throughput."""
+
+    type: Literal["synthetic"] = Field(description="Words drawn from a seed.")
+    num_documents: int = Field(default=10_000, ge=1, le=MOST_DOCUMENTS, description="Documents.")
+    words_per_document: int = Field(
+        default=200,
+        ge=1,
+        le=MOST_WORDS,
+        description="Words of a document on average; each has half to one and a half times as many.",
+    )
+    seed: int = Field(default=0, ge=0, le=2**32 - 1, description="Other seeds draw other words.")
+
+
+class IndexedSourceConfig(SourceSection):
+    """Tokens in Megatron's indexed format, made by megastable or another tool with the tokenizer of this run."""
+
+    type: Literal["indexed"] = Field(description="Tokens in Megatron's indexed format (.bin and .idx).")
+    path: NonEmptyPath = Field(description="Path of the pair without .bin and .idx.")
+    validation_path: NonEmptyPath | None = Field(
+        default=None,
+        description="Pair to evaluate on. null: the last documents of the pair, a share of validation_fraction.",
+    )
+
+
+if TYPE_CHECKING:
+    BlendedSource = SourceSection
+else:
+    # All sources above; a blend of blends is none.
+    BlendedSource = Annotated[reduce(or_, kinds_of(SourceSection)), Field(discriminator="type")]
+
+
+class WeightedSourceConfig(Section):
+    """One source of a blend."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9_.-]{1,40}$", description="Name of the source in metrics: letters, digits and _ . -"
+    )
+    weight: float = Field(
+        gt=0, le=LARGEST_FACTOR, description="Share of the samples, in any unit: a source gets weight / sum of weights."
+    )
+    source: BlendedSource = Field(description="Any source but a blend; its type decides its other keys.")
+
+
+class BlendSourceConfig(SourceSection):
+    """Several sources, of which every stretch of the run has its share of samples to within one."""
+
+    # The last of the sources, since it holds any of the others.
+    type: Literal["blend"] = Field(description="Several sources by weight.")
+    sources: tuple[WeightedSourceConfig, ...] = Field(
+        min_length=1, max_length=LONGEST_LIST, description="The sources, each with a name and a weight."
+    )
 
 
 SourceConfig = Annotated[SourceSection, ChosenByType()]
@@ -90,6 +165,18 @@ TokenizerConfig = Annotated[TokenizerSection, ChosenByType()]
 """Any of the tokenizers above."""
 
 
+def text_to_learn_from(source: SourceSection) -> bool:
+    """Tell whether a tokenizer can be trained on a source: tokens are none, and a blend wants one for all its parts."""
+    return not isinstance(source, IndexedSourceConfig | BlendSourceConfig)
+
+
+def states_validation(source: SourceSection) -> bool:
+    """Tell whether a source names what is for validation, so that no share of it has to be kept."""
+    if isinstance(source, BlendSourceConfig):
+        return any(states_validation(part.source) for part in source.sources)
+    return isinstance(source, IndexedSourceConfig) and source.validation_path is not None
+
+
 class DataConfig(Section):
     """What the model reads."""
 
@@ -114,3 +201,40 @@ class DataConfig(Section):
     def resets_at_documents(self) -> bool:
         """Tell whether attention and positions begin anew with every document."""
         return self.packing == "reset"
+
+
+def tokenizer_is_made(data: DataConfig) -> Iterator[Fault]:
+    """Refuse to train a tokenizer where there is no text for it."""
+    if isinstance(data.tokenizer, BpeTokenizerConfig) and not text_to_learn_from(data.source):
+        yield Fault(
+            "megastable.data.tokenizer",
+            data.tokenizer.type,
+            f'must be of type "transformers" or "bytes" for a source of type "{data.source.type}": a bpe is trained on '
+            "the text of one source (`megastable tokenizer train` makes one from any)",
+        )
+
+
+def blend_has_names(data: DataConfig) -> Iterator[Fault]:
+    """Refuse a blend whose metrics would share a name."""
+    if not isinstance(data.source, BlendSourceConfig):
+        return
+    names = [part.name for part in data.source.sources]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            yield Fault(
+                f"megastable.data.source.sources[{index}].name", name, "must differ from those of the sources before it"
+            )
+
+
+def blend_repeats(data: DataConfig) -> Iterator[Fault]:
+    """Refuse weights whose blend cannot be kept to one sample by a table."""
+    if not isinstance(data.source, BlendSourceConfig):
+        return
+    period = sum(whole_weights([part.weight for part in data.source.sources]))
+    if period > LONGEST_PERIOD:
+        yield Fault(
+            "megastable.data.source.sources",
+            [part.weight for part in data.source.sources],
+            f"must have weights of fewer digits: in whole numbers of their ratio they sum to {period:,}, legal is at "
+            f"most {LONGEST_PERIOD:,}",
+        )

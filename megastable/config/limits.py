@@ -35,6 +35,10 @@ LONGEST_LIST: Final = 1_000
 # second here.
 MOST_TRIED_BY_AUTO: Final = 50_000
 
+# Documents of one source; the words of one of them are in memory together.
+MOST_DOCUMENTS: Final = 10**9
+MOST_WORDS: Final = 1_000_000
+
 # Seconds after which a run without progress is ended. A busy machine may stand still for some; nobody waits for days.
 SHORTEST_HANG_SECONDS: Final = 10
 LONGEST_HANG_SECONDS: Final = 86_400

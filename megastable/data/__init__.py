@@ -1,6 +1,8 @@
 """From documents to micro-batches: text sources, tokenizers, the token cache, the sample order."""
 
-from megastable.data.corpus import Corpus, check_serves_run, prepare_corpus
+from megastable.data.blended import Order
+from megastable.data.corpora import BlendedCorpus, Corpus, check_serves_run
+from megastable.data.corpus import prepare_corpus
 from megastable.data.dataset import TokenDataset
 from megastable.data.micro_batches import (
     MicroBatch,
@@ -11,8 +13,10 @@ from megastable.data.micro_batches import (
 from megastable.data.sample_order import SampleOrder
 
 __all__ = [
+    "BlendedCorpus",
     "Corpus",
     "MicroBatch",
+    "Order",
     "SampleOrder",
     "TokenDataset",
     "check_serves_run",

@@ -16,7 +16,7 @@ CHECKSUM_DTYPE = np.dtype("<u4")
 """CRC-32, which notices every change within 32 bits in a row, such as that of one token, and all others but one in
 2**32. A checksum against malice would take four times as long."""
 
-TokenArray = np.ndarray[tuple[int], np.dtype[np.unsignedinteger[Any]]]
+TokenArray = np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
 
 
 class ChecksumWriter:
@@ -55,7 +55,7 @@ class BlockChecksums:
         found = path.stat().st_size
         if found != expected:
             raise ValueError(f"{path.name} has {found:,} bytes instead of {expected:,}")
-        self._tokens = tokens
+        self.tokens = tokens
         # An empty file cannot be mapped.
         self._checksums = np.memmap(path, CHECKSUM_DTYPE, mode="r") if num_blocks else np.zeros(0, CHECKSUM_DTYPE)
         self._verified = np.zeros(num_blocks, np.bool_)
@@ -65,12 +65,12 @@ class BlockChecksums:
 
         A block that was as written is not read again.
         """
-        block_tokens = BLOCK_BYTES // self._tokens.itemsize
+        block_tokens = BLOCK_BYTES // self.tokens.itemsize
         for block in range(start // block_tokens, -(-stop // block_tokens)):
             if self._verified[block]:
                 continue
             tokens = slice(block * block_tokens, (block + 1) * block_tokens)
-            if zlib.crc32(self._tokens[tokens].data) != self._checksums[block]:
+            if zlib.crc32(self.tokens[tokens].data) != self._checksums[block]:
                 return tokens
             self._verified[block] = True
         return None
@@ -78,7 +78,7 @@ class BlockChecksums:
 
 def describe_damage(tokens: npt.NDArray[Any], start: int, vocab_size: int) -> str:
     """Say what a file has instead of ``tokens``, its own from ``start`` on; names an id that is impossible."""
-    outside = np.flatnonzero(tokens >= vocab_size)
+    outside = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
     if len(outside):
         first = int(outside[0])
         return f"the id {tokens[first]} at token {start + first:,}, outside its vocabulary of {vocab_size:,}"

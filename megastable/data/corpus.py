@@ -5,23 +5,32 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from megastable.config import DataConfig, ModelConfig
+from megastable.config import BlendSourceConfig, DataConfig, ModelConfig
 from megastable.core.errors import UserError
 from megastable.core.user_paths import expanded
 from megastable.data.cache_folder import build_once
+from megastable.data.corpora import BlendedCorpus, Corpus
 from megastable.data.dataset import TokenDataset
+from megastable.data.indexed_source import IndexedSource
 from megastable.data.progress import note
 from megastable.data.sample_order import hash64, validation_documents
-from megastable.data.sources import DocumentSource, open_source
+from megastable.data.sources import DocumentSource, Source, naming_part, open_source, reads_in_order
 from megastable.data.text_tokenizers import check_fits_model, make_tokenizer, tokenizer_identity
-from megastable.data.token_store import FORMAT_VERSION, TOKENIZER_FOLDER, MappedTokens, open_token_store
+from megastable.data.token_store import (
+    FORMAT_VERSION,
+    META_FILE,
+    TOKENIZER_FOLDER,
+    MappedTokens,
+    damaged_store,
+    open_token_store,
+    read_meta,
+)
 from megastable.data.token_writer import describe_progress, write_token_store
 
 DEFAULT_CACHE_DIR = "~/.cache/megastable"
@@ -31,42 +40,31 @@ CACHE_KEY_DIGITS = 32
 """Hexadecimal digits of a hash: 128 bits, so that no two corpora ever share a folder."""
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """A tokenised corpus, cut into samples of the model's length."""
-
-    train: TokenDataset
-    validation: TokenDataset
-    """May have length 0."""
-    vocab_size: int
-    """Size of the tokenizer's vocabulary."""
-    eod_id: int
-    unigram_entropy_nats: float
-    """Entropy of the training tokens: the loss per token of a model that has learned their frequencies alone."""
-    fingerprint: str
-    """Hash of all tokens and of their split: equal for equal data, on any machine."""
-    tokenizer_path: Path
-    """A folder with ``tokenizer.json`` that ``transformers.AutoTokenizer`` opens."""
-
-    @property
-    def num_train_tokens(self) -> int:
-        """Count the tokens of the training documents, with one end-of-document token each."""
-        return len(self.train.tokens)
-
-    @property
-    def num_validation_tokens(self) -> int:
-        """Count the tokens of the validation documents, with one end-of-document token each."""
-        return len(self.validation.tokens)
-
-
-def prepare_corpus(data: DataConfig, model: ModelConfig, *, show_progress: bool) -> Corpus:
+def prepare_corpus(
+    data: DataConfig, model: ModelConfig, *, show_progress: bool, num_workers: int = 0
+) -> Corpus | BlendedCorpus:
     """Tokenise the documents that ``data`` names, or find them in the cache.
 
     Any number of processes may call this at once: one of them builds, the others wait and map the same files.
 
+    Args:
+        num_workers: processes that encode; 0 encodes here, on the threads of the tokenizer.
+
     Raises:
         UserError: the documents, the tokenizer or the cache cannot be read, or do not fit the model.
     """
+    if not isinstance(data.source, BlendSourceConfig):
+        return _prepare_one(data, model, show_progress, num_workers)
+    corpora = []
+    for index, part in enumerate(data.source.sources):
+        with naming_part(index):
+            of_part = data.model_copy(update={"source": part.source})
+            corpora.append(_prepare_one(of_part, model, show_progress, num_workers))
+    return BlendedCorpus.of(data.source, corpora)
+
+
+def _prepare_one(data: DataConfig, model: ModelConfig, show_progress: bool, num_workers: int) -> Corpus:
+    """Prepare the corpus of a source that is no blend."""
     source = open_source(data.source)
     for remark in source.remarks():
         note(f"{source.name}: {remark}", show=show_progress)
@@ -74,20 +72,40 @@ def prepare_corpus(data: DataConfig, model: ModelConfig, *, show_progress: bool)
     folder = cache_dir / "tokens" / _cache_key(data, model, source)
 
     def build(unfinished: Path) -> None:
-        _build(unfinished, data, model, source, show_progress)
+        if isinstance(source, IndexedSource):
+            tokenizer = make_tokenizer(data.tokenizer, model, ())
+            source.look_through(unfinished, tokenizer, data.validation_fraction, show_progress=show_progress)
+        else:
+            _build(unfinished, data, model, cast(DocumentSource, source), show_progress, num_workers)
 
     build_once(folder, build, describe_progress, show_progress=show_progress)
-    meta, train, validation = open_token_store(folder)
+    if isinstance(source, IndexedSource):
+        try:
+            meta = read_meta(folder / META_FILE)
+        except (OSError, ValueError, TypeError) as error:
+            raise damaged_store(folder, error) from error
+        train, validation = source.split(data.validation_fraction)
+    else:
+        meta, train, validation = open_token_store(folder)
     # A corpus from the cache may have been tokenised for a larger model.
     check_fits_model(meta.vocab_size, meta.eod_id, model)
-    if meta.num_train_tokens <= model.seq_length:
+    if len(train.tokens) <= model.seq_length:
         raise UserError(
-            f"megastable.data.source: {source.name} has {meta.num_train_tokens:,} training tokens, less than one "
+            f"megastable.data.source: {source.name} has {len(train.tokens):,} training tokens, less than one "
             f"sample of megastable.model.seq_length + 1 = {model.seq_length + 1:,}; add text or shorten the samples"
         )
 
     def dataset_of(file: MappedTokens) -> TokenDataset:
-        return TokenDataset(file.tokens, model.seq_length, meta.eod_id, meta.vocab_size, str(file.path), file.checksums)
+        return TokenDataset(
+            file.tokens,
+            model.seq_length,
+            meta.eod_id,
+            meta.vocab_size,
+            str(file.path),
+            file.checksums,
+            file.first_token,
+            file.remedy,
+        )
 
     return Corpus(
         train=dataset_of(train),
@@ -100,31 +118,7 @@ def prepare_corpus(data: DataConfig, model: ModelConfig, *, show_progress: bool)
     )
 
 
-def check_serves_run(corpus: Corpus, data: DataConfig, largest_batch: int, eval_interval: int) -> None:
-    """Refuse a corpus that has less text than a run asks for.
-
-    Args:
-        largest_batch: samples of the largest global batch.
-        eval_interval: steps between two evaluations; 0 means never.
-
-    Raises:
-        UserError: a batch would hold the same sample twice, or there is nothing to evaluate on.
-    """
-    if largest_batch > len(corpus.train):
-        raise UserError(
-            f"megastable.batch_rampup: the largest global batch of {largest_batch:,} samples is larger than the "
-            f"training data, which are {len(corpus.train):,} samples: a step would hold the same samples twice; legal "
-            f"is at most {len(corpus.train):,}, or more text in megastable.data.source"
-        )
-    if eval_interval > 0 and len(corpus.validation) == 0:
-        raise UserError(
-            f"megastable.training.eval_interval: {eval_interval}, but there is no text to evaluate on: none of the "
-            f"documents kept for validation (megastable.data.validation_fraction = {data.validation_fraction:g}) has "
-            "any, and a single document is for training; legal is 0, or more documents in megastable.data.source"
-        )
-
-
-def _cache_key(data: DataConfig, model: ModelConfig, source: DocumentSource) -> str:
+def _cache_key(data: DataConfig, model: ModelConfig, source: Source) -> str:
     """Hash everything that decides the tokens; the length of samples does not, they are cut when read.
 
     The key of a corpus may change with the format of a store alone: users have corpora that took hours to tokenise.
@@ -139,17 +133,33 @@ def _cache_key(data: DataConfig, model: ModelConfig, source: DocumentSource) -> 
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:CACHE_KEY_DIGITS]
 
 
-def _build(folder: Path, data: DataConfig, model: ModelConfig, source: DocumentSource, show_progress: bool) -> None:
+def _build(
+    folder: Path,
+    data: DataConfig,
+    model: ModelConfig,
+    source: DocumentSource,
+    show_progress: bool,
+    num_workers: int,
+) -> None:
     """Make the tokenizer and tokenise every document into ``folder``."""
     is_validation = validation_documents(len(source), data.validation_fraction)  # (documents,)
     # The tokenizer learns from the training documents alone, or the validation loss would know its own text.
     note(f"Preparing the {data.tokenizer.type} tokenizer ...", show=show_progress)
-    training_texts = _tokenizer_training_texts(source, np.flatnonzero(~is_validation))
+    in_order = reads_in_order(data.source)
+    training_texts = texts_to_learn_from(source, np.flatnonzero(~is_validation), in_order=in_order)
     tokenizer = make_tokenizer(data.tokenizer, model, training_texts)
-    write_token_store(folder, _SplitDocuments(source, is_validation), tokenizer, show_progress=show_progress)
+    meta = write_token_store(
+        folder,
+        SplitDocuments(source, is_validation),
+        tokenizer,
+        show_progress=show_progress,
+        num_workers=num_workers,
+    )
+    if meta.num_empty_documents:
+        note(f"{source.name}: left out {meta.num_empty_documents:,} documents without text", show=show_progress)
 
 
-class _SplitDocuments(Sequence[tuple[str, bool]]):
+class SplitDocuments(Sequence[tuple[str, bool]]):
     """The documents of a source, each with whether it is for validation, read when they are asked for."""
 
     def __init__(self, source: DocumentSource, is_validation: npt.NDArray[np.bool_]) -> None:
@@ -160,10 +170,10 @@ class _SplitDocuments(Sequence[tuple[str, bool]]):
         return len(self._source)
 
     def __getitem__(self, index: Any) -> Any:
-        return _read(self._source, index), bool(self._is_validation[index])
+        return read_document(self._source, index), bool(self._is_validation[index])
 
 
-def _read(source: DocumentSource, index: int) -> str:
+def read_document(source: DocumentSource, index: int) -> str:
     """Read a document that every tokenizer can take.
 
     Raises:
@@ -182,14 +192,20 @@ def _read(source: DocumentSource, index: int) -> str:
     return text
 
 
-def _tokenizer_training_texts(source: DocumentSource, documents: npt.NDArray[np.int64]) -> Iterator[str]:
-    """Read ``documents`` in an order that mixes all parts of the source, until there is enough to learn from."""
+def texts_to_learn_from(source: DocumentSource, documents: npt.NDArray[np.int64], *, in_order: bool) -> Iterator[str]:
+    """Read ``documents`` until there is enough to learn from, in an order that mixes all parts of the source.
+
+    Args:
+        in_order: take the first ones instead, because going back in the source takes long.
+    """
     characters = 0
     # By their hash: the first documents of a sorted folder may all be in one language.
-    for index in documents[np.argsort(hash64(documents))]:
+    if not in_order:
+        documents = documents[np.argsort(hash64(documents))]
+    for index in documents:
         if characters >= BPE_TRAINING_CHARACTERS:
             return
         # A single document may be larger than the whole budget.
-        text = _read(source, int(index))[: BPE_TRAINING_CHARACTERS - characters]
+        text = read_document(source, int(index))[: BPE_TRAINING_CHARACTERS - characters]
         characters += len(text)
         yield text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,8 @@ import numpy.typing as npt
 from megastable.core.errors import DamagedDataError
 from megastable.core.labels import IGNORED_LABEL
 from megastable.data.block_checksums import BlockChecksums, TokenArray, describe_damage
+
+REBUILD = "delete the folder, and the next start builds it again"
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,11 @@ class TokenDataset:
     name: str
     """What a message calls these tokens: the path of their file."""
     checksums: BlockChecksums | None = field(default=None, repr=False)
-    """Of the tokens' file; None where there is no file."""
+    """Of the tokens' file; None where it has none."""
+    first_token: int = 0
+    """Where ``tokens`` begin in their file."""
+    remedy: str = REBUILD
+    """What a message tells the user to do about damaged tokens."""
 
     def __len__(self) -> int:
         """Count the samples; 0 where there are fewer than two tokens."""
@@ -45,14 +51,12 @@ class TokenDataset:
         valid = self.valid_tokens(index)
         start = index * self.seq_length
         stop = start + valid + 1
-        damaged = self.checksums.first_damaged(start, stop) if self.checksums is not None else None
-        if damaged is not None:
-            self._refuse(damaged)
+        self._compare(self.first_token + start, self.first_token + stop)
         window = self.tokens[start:stop].astype(np.int64)  # (valid + 1,)
         # Compared here, on the host, where it costs microseconds. The model would not notice: an id past the
         # vocabulary but inside of its padding has a row of the embedding, and one past both reads as zeros.
-        if window.max() >= self.vocab_size:
-            self._refuse(slice(start, stop))
+        if window.max() >= self.vocab_size or window.min() < 0:
+            self._refuse(window, self.first_token + start)
         input_ids, labels = self.padding_sample()
         # With the padded inputs after it, the last token may stay as an input: causal attention hides it from
         # every label that counts, and its own label is ignored.
@@ -61,12 +65,17 @@ class TokenDataset:
         labels[:valid] = window[1:]
         return input_ids, labels
 
-    def _refuse(self, damaged: slice) -> NoReturn:
-        damage = describe_damage(self.tokens[damaged], damaged.start, self.vocab_size)
-        raise DamagedDataError(
-            f"the tokenised corpus is damaged: {self.name} has {damage}; delete the folder, and the next start builds "
-            "it again"
-        )
+    def _compare(self, start: int, stop: int) -> None:
+        """Compare the tokens ``[start, stop)`` of the file with their checksums."""
+        if self.checksums is None:
+            return
+        damaged = self.checksums.first_damaged(start, stop)
+        if damaged is not None:
+            self._refuse(self.checksums.tokens[damaged], damaged.start)
+
+    def _refuse(self, found: npt.NDArray[Any], start: int) -> NoReturn:
+        damage = describe_damage(found, start, self.vocab_size)
+        raise DamagedDataError(f"the tokenised corpus is damaged: {self.name} has {damage}; {self.remedy}")
 
     def valid_tokens(self, index: int) -> int:
         """Count the labels of sample ``index`` that are not ignored, without reading its tokens.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from megastable.core.batch_rampup import Batch
-from megastable.data.dataset import TokenDataset
+from megastable.data.blended import Order, Samples
 from megastable.data.sample_order import SampleOrder
 
 # Torch takes seconds to import, and preparing a corpus does not need it.
@@ -23,8 +23,8 @@ MicroBatch: TypeAlias = "tuple[Tensor, tuple[Tensor, Tensor]]"
 
 
 def training_micro_batches(
-    dataset: TokenDataset,
-    order: SampleOrder,
+    dataset: Samples,
+    order: Order,
     batch: Batch,
     consumed_samples: int,
     replica: int,
@@ -48,7 +48,7 @@ def training_micro_batches(
 
 
 def evaluation_micro_batches(
-    dataset: TokenDataset, micro_batch_size: int, max_samples: int, replica: int, num_replicas: int
+    dataset: Samples, micro_batch_size: int, max_samples: int, replica: int, num_replicas: int
 ) -> Iterator[MicroBatch]:
     """Iterate over one replica's share of ``min(len(dataset), max_samples)`` samples, the same ones at every call.
 
@@ -65,15 +65,13 @@ def evaluation_micro_batches(
     return _share(dataset, [*chosen, *[None] * num_padded], micro_batch_size, replica, num_replicas)
 
 
-def num_evaluation_micro_batches(
-    dataset: TokenDataset, micro_batch_size: int, max_samples: int, num_replicas: int
-) -> int:
+def num_evaluation_micro_batches(dataset: Samples, micro_batch_size: int, max_samples: int, num_replicas: int) -> int:
     """Count the micro-batches that each replica has in an evaluation."""
     return -(-min(len(dataset), max_samples) // (micro_batch_size * num_replicas))
 
 
 def _share(
-    dataset: TokenDataset, samples: Sequence[int | None], micro_batch_size: int, replica: int, num_replicas: int
+    dataset: Samples, samples: Sequence[int | None], micro_batch_size: int, replica: int, num_replicas: int
 ) -> Iterator[MicroBatch]:
     """Deal ``samples`` (None: padding) to the replicas, a micro-batch each in turn, and read those of ``replica``."""
     import torch

@@ -91,8 +91,15 @@ def validation_documents(num_documents: int, validation_fraction: float) -> npt.
     above 0 takes at least one document and leaves at least one, where there are two or more.
     """
     is_validation = np.zeros(num_documents, dtype=np.bool_)
-    if validation_fraction > 0 and num_documents >= 2:
-        count = min(max(1, round(validation_fraction * num_documents)), num_documents - 1)
+    count = num_validation_documents(num_documents, validation_fraction)
+    if count:
         lowest = np.argpartition(hash64(np.arange(num_documents)), count - 1)[:count]
         is_validation[lowest] = True
     return is_validation
+
+
+def num_validation_documents(num_documents: int, validation_fraction: float) -> int:
+    """Count the documents that are for validation; see ``validation_documents``."""
+    if validation_fraction <= 0 or num_documents < 2:
+        return 0
+    return min(max(1, round(validation_fraction * num_documents)), num_documents - 1)

@@ -8,7 +8,8 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,14 +40,7 @@ class TextFiles:
         self.name = name
         self._root = root
         self._remarks = tuple(remarks)
-        self._files = sorted(
-            (file for file in files if _status(file).st_size > 0), key=lambda file: file.relative_to(root).parts
-        )
-        if not self._files:
-            left_out = "".join(f"; {remark}" for remark in remarks)
-            raise UserError(
-                f"megastable.data.source.path: {name} has no text: there is no file, or all are empty{left_out}"
-            )
+        self._files = with_text(root, files, name, remarks)
 
     def __len__(self) -> int:
         return len(self._files)
@@ -74,12 +68,43 @@ class TextFiles:
         return self._remarks
 
     def fingerprint(self) -> str:
-        """Hash every file's name, size and time of change: to read terabytes to find them unchanged takes too long."""
-        digest = hashlib.sha256()
-        for file in self._files:
-            status = _status(file)
-            digest.update(f"{file.relative_to(self._root)}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-        return digest.hexdigest()
+        """Hash every file's name, size and time of change."""
+        return files_fingerprint(self._root, self._files)
+
+
+@dataclass(frozen=True)
+class FoundFiles:
+    """The files that a path of a run file names."""
+
+    root: Path
+    """What their names are relative to."""
+    files: Sequence[Path]
+    remarks: Sequence[str]
+    """Lines for the user on what was left out."""
+
+
+def with_text(root: Path, files: Sequence[Path], name: str, remarks: Sequence[str] = ()) -> list[Path]:
+    """Sort files by their names relative to ``root``, without those that are empty.
+
+    Raises:
+        UserError: no file is left, or one cannot be looked at.
+    """
+    found = sorted((file for file in files if _status(file).st_size > 0), key=lambda file: file.relative_to(root).parts)
+    if not found:
+        left_out = "".join(f"; {remark}" for remark in remarks)
+        raise UserError(
+            f"megastable.data.source.path: {name} has no text: there is no file, or all are empty{left_out}"
+        )
+    return found
+
+
+def files_fingerprint(root: Path, files: Sequence[Path]) -> str:
+    """Hash every file's name, size and time of change: to read terabytes to find them unchanged takes too long."""
+    digest = hashlib.sha256()
+    for file in files:
+        status = _status(file)
+        digest.update(f"{file.relative_to(root)}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
 
 
 def open_stdlib(_: StdlibSourceConfig) -> TextFiles:
@@ -95,28 +120,42 @@ def open_stdlib(_: StdlibSourceConfig) -> TextFiles:
 
 def open_text(spec: TextSourceConfig) -> TextFiles:
     """Open a file, a folder with all its subfolders, or what a glob matches."""
-    path = expanded(spec.path)
+    found = find_files(spec.path, _begins_as_text, "files that are no UTF-8 text")
+    return TextFiles(found.root, found.files, spec.path, found.remarks)
+
+
+def find_files(named: str, is_document: Callable[[Path], bool], what_is_left_out: str) -> FoundFiles:
+    """List a file, the files of a folder with all its subfolders, or what a glob matches.
+
+    Args:
+        is_document: chooses among the files of a folder; a file that is named or matched is always taken.
+        what_is_left_out: says which files of a folder are not taken, for a remark.
+
+    Raises:
+        UserError: there is nothing of this name, or it cannot be looked at.
+    """
+    path = expanded(named)
     # What exists is meant by its own name, even where the name has a bracket or star in it.
     if path.is_file():
-        return TextFiles(path.parent, [path], name=spec.path)
+        return FoundFiles(path.parent, [path], ())
     if path.is_dir():
         found, dangling = _files_below(path)
-        files = [file for file in found if _begins_as_text(file)]
-        no_text = sorted(set(found) - set(files))
+        files = [file for file in found if is_document(file)]
+        left_out = sorted(set(found) - set(files))
         remarks = [
-            *_remark(no_text, "files that are no UTF-8 text"),
+            *_remark(left_out, what_is_left_out),
             *_remark(dangling, "links and special files that lead to no file"),
         ]
-        return TextFiles(path, files, spec.path, remarks)
+        return FoundFiles(path, files, remarks)
     matches = _matches_of(path)
     if not matches:
-        what = "matches no file" if glob.has_magic(spec.path) else "does not exist"
-        raise UserError(f"megastable.data.source.path: {spec.path} {what}; legal are a file, a folder or a glob")
+        what = "matches no file" if glob.has_magic(named) else "does not exist"
+        raise UserError(f"megastable.data.source.path: {named} {what}; legal are a file, a folder or a glob")
     dangling = [match for match in matches if match.is_symlink() and not match.exists()]
     # Matches of one glob may lie anywhere, so their names count from the top.
     root = Path(path.anchor)
     remarks = _remark(dangling, "links that lead to no file")
-    return TextFiles(root, _each_once([match for match in matches if match.is_file()]), spec.path, remarks)
+    return FoundFiles(root, _each_once([match for match in matches if match.is_file()]), remarks)
 
 
 def _files_below(root: Path, hidden: bool = False) -> tuple[list[Path], list[Path]]:

@@ -59,6 +59,24 @@ class BpeTokenizer:
         save_tokenizer(self._tokenizer, folder)
 
 
+def train_bpe(vocab_size: int, texts: Iterable[str]) -> BpeTokenizer:
+    """Train a byte-level BPE of ``vocab_size`` tokens, the bytes and the end-of-document token among them."""
+    tokenizer = byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        # All bytes, whether or not they occur, so that any text can be encoded.
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    # In pieces: for a whole text of 100 MB the trainer takes 8 GB. Cut between words, they have the same words.
+    pieces = (piece for text in texts for piece in pieces_between_words(text, TRAINING_PIECE_CHARACTERS))
+    tokenizer.train_from_iterator(pieces, trainer)
+    # Encode a special token's spelling as the characters that it is: a document must not end itself.
+    tokenizer.encode_special_tokens = True
+    return BpeTokenizer(tokenizer)
+
+
 class BpeKind:
     """Trains on the training documents; the size is the model's vocabulary unless the run file gives another."""
 
@@ -80,20 +98,7 @@ class BpeKind:
             )
         # Checked before the training, which takes seconds to minutes. Special tokens come first, so the end is id 0.
         check_fits_model(vocab_size, eod_id=0, model=model)
-        tokenizer = byte_level(models.BPE())
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=[END_OF_TEXT],
-            # All bytes, whether or not they occur, so that any text can be encoded.
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        # In pieces: for a whole text of 100 MB the trainer takes 8 GB. Cut between words, they have the same words.
-        pieces = (piece for text in training_texts for piece in pieces_between_words(text, TRAINING_PIECE_CHARACTERS))
-        tokenizer.train_from_iterator(pieces, trainer)
-        # Encode a special token's spelling as the characters that it is: a document must not end itself.
-        tokenizer.encode_special_tokens = True
-        return BpeTokenizer(tokenizer)
+        return train_bpe(vocab_size, training_texts)
 
     def _vocab_size(self, spec: BpeTokenizerConfig, model: ModelConfig) -> int:
         """Return the number of tokens to learn, with the bytes and the end of a document."""
@@ -204,31 +209,56 @@ class TransformersKind:
         Raises:
             UserError: it is not found, has no token that ends a document, or does not fit the model.
         """
-        # Imported here, because it takes seconds that other tokenizers need not spend.
-        from transformers import AutoTokenizer
-
-        key = "megastable.data.tokenizer.path"
-        try:
-            # False, and not left out: then transformers asks on the terminal whether to run a folder's own code.
-            loaded = AutoTokenizer.from_pretrained(str(expanded(spec.path)), trust_remote_code=False)
-        except Exception as error:
-            # Broken files raise errors of many types, tokenizers even plain ones.
-            why = f"transformers finds no tokenizer in {spec.path}: {first_line(error)}"
-            if "trust_remote_code" in str(error):
-                why = (
-                    f"the tokenizer in {spec.path} has code of its own, which is not run; legal are tokenizers without"
-                )
-            raise UserError(f"{key}: {why}") from error
-        if not loaded.get_vocab():
-            raise UserError(f"{key}: the tokenizer in {spec.path} has no tokens")
-        if loaded.eos_token_id is None:
-            raise UserError(
-                f"{key}: the tokenizer in {spec.path} has no end-of-sequence token, which is needed to end documents; "
-                'give it one: "eos_token" in its tokenizer_config.json'
-            )
-        tokenizer = TransformersTokenizer(loaded, loaded.eos_token_id)
+        tokenizer = load_transformers_tokenizer(spec.path, "megastable.data.tokenizer.path")
         check_fits_model(tokenizer.vocab_size, tokenizer.eod_id, model)
         return tokenizer
+
+
+def named_tokenizer(name: str, key: str) -> TextTokenizer:
+    """Return the tokenizer that a command line names: ``bytes``, or what transformers loads.
+
+    Args:
+        key: what a message calls the place where the name was given.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    # A folder of that name can still be meant by ./bytes.
+    return BytesTokenizer() if name == "bytes" else load_transformers_tokenizer(name, key)
+
+
+def load_transformers_tokenizer(path: str, key: str) -> TransformersTokenizer:
+    """Load a tokenizer from a folder, or by its name on the hub.
+
+    Args:
+        key: what a message calls the place where the path was given.
+
+    Raises:
+        UserError: it is not found, or has no token that ends a document.
+    """
+    # What can only be a path is not looked for on the hub, which takes a minute where there is no network.
+    if path.startswith((".", "/", "~")) and not expanded(path).exists():
+        raise UserError(f"{key}: there is no folder {path}")
+    # Imported here, because it takes seconds that other tokenizers need not spend.
+    from transformers import AutoTokenizer
+
+    try:
+        # False, and not left out: then transformers asks on the terminal whether to run a folder's own code.
+        loaded = AutoTokenizer.from_pretrained(str(expanded(path)), trust_remote_code=False)
+    except Exception as error:
+        # Broken files raise errors of many types, tokenizers even plain ones.
+        why = f"transformers finds no tokenizer in {path}: {first_line(error)}"
+        if "trust_remote_code" in str(error):
+            why = f"the tokenizer in {path} has code of its own, which is not run; legal are tokenizers without"
+        raise UserError(f"{key}: {why}") from error
+    if not loaded.get_vocab():
+        raise UserError(f"{key}: the tokenizer in {path} has no tokens")
+    if loaded.eos_token_id is None:
+        raise UserError(
+            f"{key}: the tokenizer in {path} has no end-of-sequence token, which is needed to end documents; "
+            'give it one: "eos_token" in its tokenizer_config.json'
+        )
+    return TransformersTokenizer(loaded, loaded.eos_token_id)
 
 
 TOKENIZERS: dict[str, TokenizerKind] = {

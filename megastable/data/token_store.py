@@ -1,10 +1,10 @@
-"""Token files: what a tokenised corpus looks like on disk, and mapping it into memory."""
+"""What a tokenised corpus looks like on disk, two pairs of Megatron's indexed format, and mapping it into memory."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +12,15 @@ import numpy.typing as npt
 
 from megastable.core.errors import UserError
 from megastable.data.block_checksums import BlockChecksums, TokenArray, describe_damage
+from megastable.data.dataset import REBUILD
+from megastable.data.indexed_format import open_indexed, tokens_path
+from megastable.data.indexed_writer import checksums_path
 
-FORMAT_VERSION = 2
-"""Stores of version 1 have no checksums, and some of them line feeds where the text has carriage returns: nothing looks
-for them, and their corpora are built anew."""
-TRAIN_FILE, VALIDATION_FILE, META_FILE, TOKENIZER_FOLDER = "train.bin", "validation.bin", "meta.json", "tokenizer"
+FORMAT_VERSION = 3
+"""Stores of version 2 have no index of their documents. Nothing looks for earlier stores: their corpora are built anew,
+with the same tokens."""
+TRAIN, VALIDATION = "train", "validation"
+META_FILE, TOKENIZER_FOLDER = "meta.json", "tokenizer"
 
 VERIFIED_BYTES = 1 << 26
 """Token files up to this size are compared with their checksums when they are opened, which takes less than a second.
@@ -28,6 +32,9 @@ class TokenStoreMeta:
     """What is known of a tokenised corpus without reading it."""
 
     dtype: str
+    num_documents: int
+    """Of both splits, those without text among them."""
+    num_empty_documents: int
     num_train_tokens: int
     num_validation_tokens: int
     vocab_size: int
@@ -39,11 +46,17 @@ class TokenStoreMeta:
 
 @dataclass(frozen=True)
 class MappedTokens:
-    """A token file that is mapped into memory."""
+    """The tokens of one split, mapped into memory."""
 
     path: Path
     tokens: TokenArray
-    checksums: BlockChecksums
+    """Shape [tokens]."""
+    checksums: BlockChecksums | None
+    """Of the file; None for one of a tool that writes none."""
+    first_token: int = 0
+    """Where ``tokens`` begin in the file."""
+    remedy: str = REBUILD
+    """What a message tells the user to do about damaged tokens."""
 
 
 def open_token_store(folder: Path) -> tuple[TokenStoreMeta, MappedTokens, MappedTokens]:
@@ -53,18 +66,32 @@ def open_token_store(folder: Path) -> tuple[TokenStoreMeta, MappedTokens, Mapped
         UserError: the files are not those that were written.
     """
     try:
-        meta = TokenStoreMeta(**json.loads((folder / META_FILE).read_text(encoding="utf-8")))
-        train = _map(folder / TRAIN_FILE, meta.dtype, meta.num_train_tokens)
-        validation = _map(folder / VALIDATION_FILE, meta.dtype, meta.num_validation_tokens)
+        meta = read_meta(folder / META_FILE)
+        train = _map(folder / TRAIN, meta, meta.num_train_tokens)
+        validation = _map(folder / VALIDATION, meta, meta.num_validation_tokens)
         if train.tokens.nbytes + validation.tokens.nbytes <= VERIFIED_BYTES:
             for file in (train, validation):
                 _verify(file, meta.vocab_size)
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(
-            f"the tokenised corpus in {folder} is damaged ({error}); delete that folder, and the next start builds it "
-            "again"
-        ) from error
+    except (OSError, ValueError, TypeError, UserError) as error:
+        raise damaged_store(folder, error) from error
     return meta, train, validation
+
+
+def read_meta(path: Path) -> TokenStoreMeta:
+    """Read what is known of a corpus; an OSError, ValueError or TypeError says that it cannot be."""
+    return TokenStoreMeta(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def write_meta(folder: Path, meta: TokenStoreMeta) -> None:
+    """Write what is known of a corpus."""
+    (folder / META_FILE).write_text(json.dumps(asdict(meta), indent=2) + "\n", encoding="utf-8")
+
+
+def damaged_store(folder: Path, error: Exception) -> UserError:
+    """Say that a folder of the cache is not as it was written."""
+    return UserError(
+        f"the tokenised corpus in {folder} is damaged ({error}); delete that folder, and the next start builds it again"
+    )
 
 
 def store_fingerprint(train_digest: bytes, validation_digest: bytes) -> str:
@@ -72,14 +99,9 @@ def store_fingerprint(train_digest: bytes, validation_digest: bytes) -> str:
     return hashlib.sha256(train_digest + validation_digest).hexdigest()
 
 
-def checksums_path(token_file: Path) -> Path:
-    """Return where the checksums of a token file are."""
-    return token_file.with_suffix(".crc32")
-
-
 def _verify(file: MappedTokens, vocab_size: int) -> None:
     """Read all tokens; a ValueError says that they are not those that were written."""
-    damaged = file.checksums.first_damaged(0, len(file.tokens))
+    damaged = file.checksums.first_damaged(0, len(file.tokens)) if file.checksums is not None else None
     if damaged is not None:
         raise ValueError(f"{file.path.name} has {describe_damage(file.tokens[damaged], damaged.start, vocab_size)}")
 
@@ -94,14 +116,12 @@ def unigram_entropy_nats(counts: npt.NDArray[np.int64]) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def _map(path: Path, dtype: str, num_tokens: int) -> MappedTokens:
-    """Map a token file and its checksums into memory; a ValueError says that a size is not the recorded one."""
-    expected = num_tokens * np.dtype(dtype).itemsize
-    found = path.stat().st_size
-    if found != expected:
-        raise ValueError(f"{path.name} has {found:,} bytes instead of {expected:,}")
-    tokens: TokenArray = np.zeros(0, dtype=dtype)
-    # An empty file cannot be mapped.
-    if num_tokens > 0:
-        tokens = np.memmap(path, dtype=dtype, mode="r", shape=(num_tokens,))
-    return MappedTokens(path, tokens, BlockChecksums(tokens, checksums_path(path)))
+def _map(prefix: Path, meta: TokenStoreMeta, num_tokens: int) -> MappedTokens:
+    """Map a pair and its checksums into memory; a ValueError or UserError says that it is not the recorded one."""
+    indexed = open_indexed(prefix)
+    path = tokens_path(prefix)
+    if indexed.tokens.dtype != np.dtype(meta.dtype):
+        raise ValueError(f"{path.name} has ids of the type {indexed.tokens.dtype.str} instead of {meta.dtype}")
+    if len(indexed.tokens) != num_tokens:
+        raise ValueError(f"{path.name} has {len(indexed.tokens):,} tokens instead of {num_tokens:,}")
+    return MappedTokens(path, indexed.tokens, BlockChecksums(indexed.tokens, checksums_path(prefix)))

@@ -1,4 +1,4 @@
-"""Tokenises documents into token files, in steps that a later start can go on from."""
+"""Tokenises documents into a token store, in steps that a later start can go on from."""
 
 from __future__ import annotations
 
@@ -8,24 +8,22 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from megastable.data.block_checksums import ChecksumWriter
-from megastable.data.progress import note, track
+from megastable.data.encoding import Ids, encoded
+from megastable.data.indexed_writer import NOTHING_WRITTEN, IndexedWriter, Written, holds
+from megastable.data.progress import note, tokenising
 from megastable.data.token_store import (
-    META_FILE,
     TOKENIZER_FOLDER,
-    TRAIN_FILE,
-    VALIDATION_FILE,
+    TRAIN,
+    VALIDATION,
     TokenStoreMeta,
-    checksums_path,
     store_fingerprint,
     unigram_entropy_nats,
+    write_meta,
 )
 from megastable.data.tokenizer_interface import TextTokenizer
 
@@ -35,7 +33,6 @@ PROGRESS_FILE = "progress.json"
 _PIECE_CHARACTERS = 1 << 20
 # Enough pieces at a time to keep the cores busy.
 _BATCH_CHARACTERS = 1 << 22
-_READ_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,20 @@ class _Progress:
     num_documents: int
     """Of all documents."""
     finished_documents: int = 0
-    train_bytes: int = 0
-    validation_bytes: int = 0
+    empty_documents: int = 0
+    """Of those finished, without text."""
+    train: Written = NOTHING_WRITTEN
+    validation: Written = NOTHING_WRITTEN
+
+    def after(self, batch: _PieceBatch, train: Written, validation: Written) -> _Progress:
+        """Return how far the store is with one batch more."""
+        return replace(
+            self,
+            finished_documents=self.finished_documents + batch.num_documents,
+            empty_documents=self.empty_documents + sum(piece.is_empty_document for piece in batch.pieces),
+            train=train,
+            validation=validation,
+        )
 
     def write(self, folder: Path) -> None:
         """Write it so that the file is whole whenever this process ends."""
@@ -59,9 +68,18 @@ class _Progress:
 
 def _read_progress(folder: Path) -> _Progress | None:
     try:
-        return _Progress(**json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # nothing was finished, or by another version
+        record = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
+        for name in (TRAIN, VALIDATION):
+            record[name] = Written(**record[name])
+        return _Progress(**record)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # nothing was finished, or by another version
         return None
+
+
+def finished_documents(folder: Path) -> int:
+    """Count the documents that an unfinished store has."""
+    progress = _read_progress(folder)
+    return 0 if progress is None else progress.finished_documents
 
 
 def describe_progress(folder: Path) -> str:
@@ -72,79 +90,48 @@ def describe_progress(folder: Path) -> str:
     return f"{progress.finished_documents:,} of {progress.num_documents:,} documents are tokenised"
 
 
-class _TokenFile:
-    """Appends tokens to a file, counts them by id, hashes them and takes the checksums of their blocks."""
-
-    def __init__(self, path: Path, dtype: npt.DTypeLike, vocab_size: int, kept_bytes: int) -> None:
-        """Open the file and drop all but its first ``kept_bytes``."""
-        path.touch()
-        self._file = path.open("r+b")
-        self._dtype = dtype
-        self.counts = np.zeros(vocab_size, dtype=np.int64)
-        self.digest = hashlib.sha256()
-        self.checksums = ChecksumWriter()
-        for start in range(0, kept_bytes, _READ_BYTES):
-            stored = self._file.read(min(_READ_BYTES, kept_bytes - start))
-            self._count(stored, np.frombuffer(stored, dtype))
-        self._file.truncate(kept_bytes)
-        self._file.seek(kept_bytes)
-
-    def append(self, ids: npt.NDArray[Any]) -> None:
-        """Write the token ids (any number, shape [n]) at the end of the file."""
-        stored = ids.astype(self._dtype).tobytes()
-        self._file.write(stored)
-        self._count(stored, ids)
-
-    def _count(self, stored: bytes, ids: npt.NDArray[Any]) -> None:
-        self.digest.update(stored)
-        self.checksums.append(stored)
-        self.counts += np.bincount(ids, minlength=len(self.counts))
-
-    def sync(self) -> int:
-        """Bring all tokens onto the disk, and return the size of the file."""
-        # The folder is renamed at the end: a power cut must not leave a finished folder with empty files.
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return self._file.tell()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
 def write_token_store(
-    folder: Path, documents: Sequence[tuple[str, bool]], tokenizer: TextTokenizer, *, show_progress: bool = False
-) -> None:
+    folder: Path,
+    documents: Sequence[tuple[str, bool]],
+    tokenizer: TextTokenizer,
+    *,
+    show_progress: bool = False,
+    num_workers: int = 0,
+) -> TokenStoreMeta:
     """Tokenise ``documents``, each (text, is it for validation), into ``folder``.
 
     Every document ends with the EOD id; those without text are left out. What an interrupted call has written into the
-    folder is kept: the next one, with equal documents, goes on after the last documents that are on disk.
+    folder is kept: the next one, with equal documents, goes on after the last documents that are on disk. The files are
+    the same for any number of workers.
+
+    Args:
+        num_workers: processes that encode; 0 encodes here, on the threads of the tokenizer.
     """
-    # Little-endian wherever it is written, so that a cache can be copied between machines.
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32).newbyteorder("<")
     progress = _begin(folder, tokenizer, len(documents))
-    kept = (progress.train_bytes, progress.validation_bytes)
     first = progress.finished_documents
-    description = f"Tokenising {len(documents):,} documents"
     if first:
         note(f"Going on after {first:,} documents that an earlier start has tokenised", show=show_progress)
-    indices = track(range(first, len(documents)), description, len(documents) - first, show=show_progress)
+    texts = (documents[index] for index in range(first, len(documents)))
     with ExitStack() as stack:
-        train, validation = (
-            _TokenFile(folder / name, dtype, tokenizer.vocab_size, size)
-            for name, size in zip((TRAIN_FILE, VALIDATION_FILE), kept, strict=True)
-        )
+        train = IndexedWriter(folder / TRAIN, tokenizer.vocab_size, progress.train)
+        validation = IndexedWriter(folder / VALIDATION, tokenizer.vocab_size, progress.validation)
         stack.callback(train.close)
         stack.callback(validation.close)
-        for pieces in _batches((documents[index] for index in indices), tokenizer):
-            _append(train, validation, pieces, tokenizer)
-            first += sum(piece.ends_document for piece in pieces)
-            sizes = (train.sync(), validation.sync())
+        # The workers first: they must not be forked from a process that draws a bar.
+        batches = stack.enter_context(encoded(_batches(texts, tokenizer), tokenizer, num_workers))
+        description = f"Tokenising {len(documents):,} documents"
+        bar = stack.enter_context(tokenising(len(documents) - first, description, show=show_progress))
+        for batch, ids in batches:
+            num_tokens = _append(train, validation, batch, ids, tokenizer.eod_id)
+            progress = progress.after(batch, train.sync(), validation.sync())
+            bar.advance(batch.num_documents, num_tokens)
             # In the middle of a document there is no place to go on from.
-            if pieces[-1].ends_document:
-                _Progress(progress.tokenizer, len(documents), first, *sizes).write(folder)
+            if batch.pieces[-1].ends_document:
+                progress.write(folder)
         meta = TokenStoreMeta(
-            dtype=dtype.str,
+            dtype=train.dtype.str,
+            num_documents=len(documents),
+            num_empty_documents=progress.empty_documents,
             num_train_tokens=int(train.counts.sum()),
             num_validation_tokens=int(validation.counts.sum()),
             vocab_size=tokenizer.vocab_size,
@@ -152,14 +139,27 @@ def write_token_store(
             unigram_entropy_nats=unigram_entropy_nats(train.counts),
             fingerprint=store_fingerprint(train.digest.digest(), validation.digest.digest()),
         )
-        train.checksums.write(checksums_path(folder / TRAIN_FILE))
-        validation.checksums.write(checksums_path(folder / VALIDATION_FILE))
-    (folder / META_FILE).write_text(json.dumps(asdict(meta), indent=2) + "\n", encoding="utf-8")
+        train.finish()
+        validation.finish()
+    write_meta(folder, meta)
     (folder / PROGRESS_FILE).unlink()
+    return meta
 
 
 def _begin(folder: Path, tokenizer: TextTokenizer, num_documents: int) -> _Progress:
     """Save the tokenizer, and return the progress of an earlier call with an equal one, or none."""
+    fresh = _Progress(save_beside(folder, tokenizer), num_documents)
+    earlier = _read_progress(folder)
+    if earlier is not None and (earlier.tokenizer, earlier.num_documents) == (fresh.tokenizer, num_documents):
+        kept = {TRAIN: earlier.train, VALIDATION: earlier.validation}
+        if all(holds(folder / name, tokenizer.vocab_size, written) for name, written in kept.items()):
+            return earlier
+    fresh.write(folder)
+    return fresh
+
+
+def save_beside(folder: Path, tokenizer: TextTokenizer) -> str:
+    """Save a tokenizer into the store in ``folder``, and return a hash of its files."""
     tokenizer_folder = folder / TOKENIZER_FOLDER
     shutil.rmtree(tokenizer_folder, ignore_errors=True)
     tokenizer_folder.mkdir()
@@ -167,14 +167,7 @@ def _begin(folder: Path, tokenizer: TextTokenizer, num_documents: int) -> _Progr
     digest = hashlib.sha256()
     for file in sorted(path for path in tokenizer_folder.rglob("*") if path.is_file()):
         digest.update(f"\0{file.name}\0".encode() + file.read_bytes())
-    fresh = _Progress(digest.hexdigest(), num_documents)
-    earlier = _read_progress(folder)
-    if earlier is not None and (earlier.tokenizer, earlier.num_documents) == (fresh.tokenizer, num_documents):
-        kept = {TRAIN_FILE: earlier.train_bytes, VALIDATION_FILE: earlier.validation_bytes}
-        if all((folder / name).is_file() and (folder / name).stat().st_size >= size for name, size in kept.items()):
-            return earlier
-    fresh.write(folder)
-    return fresh
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -182,25 +175,49 @@ class _Piece:
     text: str
     is_validation: bool
     ends_document: bool
+    is_empty_document: bool = False
 
 
-def _append(train: _TokenFile, validation: _TokenFile, pieces: Sequence[_Piece], tokenizer: TextTokenizer) -> None:
-    """Encode pieces, and append each to the file of its split."""
-    eod = np.array([tokenizer.eod_id], dtype=np.int64)
-    # What goes to the training and to the validation file; an empty array makes an empty one join as well.
-    streams: tuple[list[Any], list[Any]] = ([eod[:0]], [eod[:0]])
-    with_text = [piece for piece in pieces if piece.text]
-    encoded = tokenizer.encode_batch([piece.text for piece in with_text])
-    for piece, ids in zip(with_text, encoded, strict=True):
-        stream = streams[1 if piece.is_validation else 0]
-        stream.append(np.asarray(ids, np.int64))
-        if piece.ends_document:
-            stream.append(eod)
-    for file, stream in zip((train, validation), streams, strict=True):
-        file.append(np.concatenate(stream))
+@dataclass(frozen=True)
+class _PieceBatch:
+    pieces: Sequence[_Piece]
+
+    @property
+    def texts(self) -> list[str]:
+        """Return the texts that there is something to encode of."""
+        return [piece.text for piece in self.pieces if piece.text]
+
+    @property
+    def num_documents(self) -> int:
+        """Count the documents that end here."""
+        return sum(piece.ends_document for piece in self.pieces)
 
 
-def _batches(documents: Iterable[tuple[str, bool]], tokenizer: TextTokenizer) -> Iterator[list[_Piece]]:
+def _append(train: IndexedWriter, validation: IndexedWriter, batch: _PieceBatch, all_ids: Ids, eod_id: int) -> int:
+    """Append the ids of each piece to the pair of its split; returns how many there are."""
+    eod = np.array([eod_id], dtype=np.int64)
+    with_text = [piece for piece in batch.pieces if piece.text]
+    total = 0
+    for writer, is_validation in ((train, False), (validation, True)):
+        # An empty array makes an empty stream join as well.
+        stream = [eod[:0]]
+        ends = []
+        num_tokens = 0
+        for piece, ids in zip(with_text, all_ids, strict=True):
+            if piece.is_validation != is_validation:
+                continue
+            stream.append(ids)
+            num_tokens += len(ids)
+            if piece.ends_document:
+                stream.append(eod)
+                num_tokens += 1
+                ends.append(num_tokens)
+        writer.append(np.concatenate(stream), np.array(ends, np.int64))
+        total += num_tokens
+    return total
+
+
+def _batches(documents: Iterable[tuple[str, bool]], tokenizer: TextTokenizer) -> Iterator[_PieceBatch]:
     """Cut documents into pieces, in order, and yield as many at a time as keep the cores busy.
 
     A document without text is a piece without text, so that finished documents can be counted.
@@ -212,11 +229,12 @@ def _batches(documents: Iterable[tuple[str, bool]], tokenizer: TextTokenizer) ->
         if len(text) > _PIECE_CHARACTERS:
             pieces = list(tokenizer.pieces(text, _PIECE_CHARACTERS))
         for index, piece in enumerate(pieces, start=1):
-            batch.append(_Piece(piece, is_validation, ends_document=index == len(pieces)))
-            characters += len(piece)
+            batch.append(_Piece(piece, is_validation, index == len(pieces), is_empty_document=not text))
+            # At least one, so that documents without text do not gather for ever.
+            characters += max(1, len(piece))
             if characters >= _BATCH_CHARACTERS:
-                yield batch
+                yield _PieceBatch(batch)
                 batch = []
                 characters = 0
     if batch:
-        yield batch
+        yield _PieceBatch(batch)

@@ -10,7 +10,7 @@ from megastable.checkpoints.tokenizer_files import read_tokenizer_files
 from megastable.config.run_config import run_as_dict
 from megastable.core.launch import Launch
 from megastable.core.records import FRESH, Event, TrainingState
-from megastable.data import Corpus, check_serves_run, prepare_corpus
+from megastable.data import BlendedCorpus, Corpus, check_serves_run, prepare_corpus
 from megastable.engine.checkpoint import load_checkpoint, shared_faults
 from megastable.engine.checkpoint_writer import CheckpointWriter
 from megastable.engine.device import allow_fp16_on_cpu, check_compiler, check_fp16_support
@@ -95,7 +95,7 @@ def _whole_start(start: Start) -> Start:
     return start
 
 
-def _open_corpus(start: Start, launch: Launch) -> Corpus:
+def _open_corpus(start: Start, launch: Launch) -> Corpus | BlendedCorpus:
     """Tokenise the corpus or find it in the cache, and check it against the run and the checkpoint."""
     plan = start.plan
     settings = plan.run.megastable
@@ -114,7 +114,7 @@ def _say_nothing(text: str) -> None:
 def _train_connected(
     start: Start,
     folder: RunFolder,
-    corpus: Corpus,
+    corpus: Corpus | BlendedCorpus,
     monitors: Monitors,
     stop: StopRequest,
     progress: Progress,

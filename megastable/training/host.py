@@ -67,13 +67,16 @@ def _read_gpu(line: str) -> Gpu | None:
 
 def look_at_text(source: SourceConfig) -> LocalText | None:
     """Count the documents and bytes of a source; None where that takes a download or reading all of it."""
-    from megastable.data.sources import SOURCES, open_source  # loads numpy
+    from megastable.data.indexed_source import IndexedSource
+    from megastable.data.sources import may_download, open_source  # loads numpy
 
-    if SOURCES[source.type].may_download:
+    if may_download(source):
         return None
     try:
         documents = open_source(source)
         num_bytes = documents.num_bytes()
     except UserError as error:
         return LocalText(0, 0, fault=str(error))
+    if isinstance(documents, IndexedSource):
+        return LocalText(len(documents), 0, num_tokens=documents.num_tokens)
     return None if num_bytes is None else LocalText(len(documents), num_bytes)

@@ -11,14 +11,7 @@ from megastable.core.batch_rampup import Batch
 from megastable.core.errors import AskedToStopError, RunStoppedError
 from megastable.core.records import Event, StepResult, TrainingState
 from megastable.core.time_limit import TimeLimit
-from megastable.data import (
-    Corpus,
-    MicroBatch,
-    SampleOrder,
-    evaluation_micro_batches,
-    num_evaluation_micro_batches,
-    training_micro_batches,
-)
+from megastable.data import BlendedCorpus, Corpus, MicroBatch, Order, training_micro_batches
 from megastable.engine.checkpoint import num_state_bytes
 from megastable.engine.checkpoint_writer import SaveOutcome
 from megastable.engine.process_group import stop_together
@@ -27,6 +20,7 @@ from megastable.engine.training_engine import TrainingEngine
 from megastable.monitors import Monitors
 from megastable.monitors.monitor import STOP, Seen
 from megastable.planning.run_plan import RunPlan
+from megastable.training.evaluation import evaluate
 from megastable.training.metrics import StepMetrics
 from megastable.training.recorder import Recorder, SilentRecorder
 from megastable.training.saving import Checkpoints
@@ -43,7 +37,7 @@ ASKED_TO_STOP = "asked_to_stop"
 def train_steps(
     plan: RunPlan,
     engine: TrainingEngine,
-    corpus: Corpus,
+    corpus: Corpus | BlendedCorpus,
     state: TrainingState,
     recorder: Recorder | SilentRecorder,
     monitors: Monitors,
@@ -61,7 +55,7 @@ def train_steps(
         AskedToStopError: a rank was asked to stop; on all ranks, after a save unless nothing is ever saved.
     """
     settings = plan.run.megastable
-    order = SampleOrder(len(corpus.train), settings.training.seed)
+    order = corpus.order(settings.training.seed)
     limit = TimeLimit(settings.training.time_limit or math.inf, num_state_bytes(engine.model_state.partitions))
     last_eval_loss: float | None = None
 
@@ -81,7 +75,7 @@ def train_steps(
         state = state.advance(batch, result, settings.model.seq_length)
 
         # All that decides from here on is the same on every rank: they stop, evaluate and save together or not at all.
-        seen = Seen(state, batch, learning_rate, result, len(corpus.train))
+        seen = Seen(state, batch, learning_rate, result, corpus.samples_per_epoch)
         events = monitors.observe(seen)
         consistency_seconds = None
         if _is_due(plan, state.step, settings.monitors.consistency_interval):
@@ -92,16 +86,18 @@ def train_steps(
         # What a run does after its last step is not put off.
         is_last = state.step == plan.length.total_steps
         asked_to_stop = result.asked_to_stop and not is_last
-        eval_loss = None
+        evaluation = None
         eval_is_due = _is_due(plan, state.step, settings.training.eval_interval) and len(corpus.validation) > 0
         # Whoever asks waits for a step and a save, and perhaps no longer.
         if eval_is_due and not asked_to_stop:
-            eval_loss = evaluate(plan, engine, corpus, batch)
-            last_eval_loss = eval_loss
+            evaluation = evaluate(plan, engine, corpus, batch)
+            last_eval_loss = evaluation.loss
 
         stop_together(recorder.look_after_folder(state))
         recorder.record(
-            StepMetrics.of(plan, state, batch, learning_rate, result, eval_loss, monitors.values(), consistency_seconds)
+            StepMetrics.of(
+                plan, state, batch, learning_rate, result, evaluation, monitors.values(), consistency_seconds
+            )
         )
         for event in events:
             recorder.record_event(event)
@@ -110,10 +106,10 @@ def train_steps(
         limit.count_round(time.monotonic() - started)
         save_is_due = is_save_due(plan, state.step)
         if save_is_due:
-            checkpoints.save(state, result.loss, eval_loss)
+            checkpoints.save(state, result.loss, None if evaluation is None else evaluation.loss)
         for outcome in checkpoints.report():
             _take_in(outcome, limit, stop, settings.checkpoint.on_failure)
-        if not asked_to_stop and not is_last and (save_is_due or eval_loss is not None):
+        if not asked_to_stop and not is_last and (save_is_due or evaluation is not None):
             asked_to_stop = stop.agree()  # these may have taken as long as many steps
         if asked_to_stop:
             _stop_as_asked(plan, state, result, recorder, stop.agreed_reason(), checkpoints)
@@ -178,22 +174,11 @@ def _stop_on_stop_event(events: list[Event], checkpoints: Checkpoints) -> None:
             raise RunStoppedError(f"the run stops at step {event.step}: {event.text}")
 
 
-def evaluate(plan: RunPlan, engine: TrainingEngine, corpus: Corpus, batch: Batch) -> float:
-    """Compute the token mean of the validation loss, in micro-batches of the current size. Collective."""
-    size = batch.micro_batch_size  # an evaluation runs through the same pipeline, which is set to this size
-    most = plan.run.megastable.training.eval_samples
-    replicas = plan.layout.data_parallel_size
-    micro_batches = None  # as in training, of a stage that needs none
-    if engine.needs_data:
-        micro_batches = evaluation_micro_batches(corpus.validation, size, most, engine.replica, replicas)
-    return engine.evaluate(micro_batches, num_evaluation_micro_batches(corpus.validation, size, most, replicas))
-
-
 def _training_data(
     plan: RunPlan,
     engine: TrainingEngine,
-    corpus: Corpus,
-    order: SampleOrder,
+    corpus: Corpus | BlendedCorpus,
+    order: Order,
     batch: Batch,
     consumed_samples: int,
 ) -> Iterator[MicroBatch] | None:

@@ -16,6 +16,15 @@ from megastable.planning.run_plan import RunPlan
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """Holds the validation loss, and those of the sources of a blend."""
+
+    loss: float
+    by_source: Mapping[str, float] = field(default_factory=dict)
+    """Empty where there is one source."""
+
+
+@dataclass(frozen=True)
 class StepMetrics:
     """Holds the values of one step; ``step`` and the consumed counts are those after it (the first step is 1)."""
 
@@ -41,6 +50,8 @@ class StepMetrics:
     skipped_steps: int
     """So far."""
     eval_loss: float | None = None
+    eval_losses: Mapping[str, float] | None = None
+    """Of the sources of a blend, by name."""
     monitored: Mapping[str, float] = field(default_factory=dict)
     """What the monitors measured, by name. In files these names stand beside those of the step."""
     headroom: float | None = None
@@ -63,7 +74,7 @@ class StepMetrics:
         batch: Batch,
         lr: float,
         result: StepResult,
-        eval_loss: float | None = None,
+        evaluation: Evaluation | None = None,
         monitored: Mapping[str, float] | None = None,
         consistency_seconds: float | None = None,
     ) -> StepMetrics:
@@ -91,7 +102,8 @@ class StepMetrics:
             # Of a skipped step nothing was applied, although its norm is finite where only its loss is not.
             clip_coefficient=0.0 if result.skipped else clip_coefficient(result.grad_norm, plan.run.clip_norm),
             skipped_steps=state.skipped_steps,
-            eval_loss=eval_loss,
+            eval_loss=None if evaluation is None else evaluation.loss,
+            eval_losses=None if evaluation is None else dict(evaluation.by_source) or None,
             monitored=monitored or {},
             consistency_seconds=consistency_seconds,
             **watched,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megastable.checkpoints.thinning import what_stays
 from megastable.core.records import TrainingState
-from megastable.data import Corpus
+from megastable.data import BlendedCorpus, Corpus
 from megastable.engine.layer_statistics import WeightKind
 from megastable.planning.micro_batches import describe_choice
 from megastable.planning.run_plan import RunPlan
@@ -17,7 +17,7 @@ from megastable.training.run_folder import RunFolder
 
 def introduction(
     plan: RunPlan,
-    corpus: Corpus,
+    corpus: Corpus | BlendedCorpus,
     folder: RunFolder,
     checkpoint: Path | None,
     state: TrainingState,
@@ -37,10 +37,7 @@ def introduction(
         f"model {model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads, "
         f"sequence {model.seq_length}, vocabulary {model.vocab_size} (padded to {model.padded_vocab_size})"
     )
-    yield (
-        f"data {corpus.num_train_tokens:,} training and {corpus.num_validation_tokens:,} validation tokens, "
-        f"{len(corpus.train):,} training samples an epoch"
-    )
+    yield from _data_lines(plan, corpus)
     if plan.run.megastable.data.resets_at_documents:
         yield f"packing: attention and positions begin anew with every document, at token {corpus.eod_id}"
     yield f"tokenizer of {corpus.vocab_size:,} tokens in {corpus.tokenizer_path}"
@@ -54,6 +51,21 @@ def introduction(
         yield f"continues {checkpoint} at step {state.step}"
     else:
         yield from _fresh_weights(plan, weights)
+
+
+def _data_lines(plan: RunPlan, corpus: Corpus | BlendedCorpus) -> Iterator[str]:
+    """Yield how much text there is, of a blend in each source, and how often the run reads it."""
+    tokens = f"data {corpus.num_train_tokens:,} training and {corpus.num_validation_tokens:,} validation tokens"
+    if corpus.samples_per_epoch is not None:
+        yield f"{tokens}, {corpus.samples_per_epoch:,} training samples an epoch"
+        return
+    yield f"{tokens} in {len(corpus.parts)} sources:"
+    for name, (share, part) in corpus.parts.items():
+        passes = plan.length.total_samples * share / len(part.train)
+        yield (
+            f"  {name} {share:.2%} of the samples: {part.num_train_tokens:,} training and "
+            f"{part.num_validation_tokens:,} validation tokens, read {passes:.2f} times"
+        )
 
 
 def _plan_lines(plan: RunPlan) -> Iterator[str]:
@@ -96,7 +108,7 @@ def _fresh_weights(plan: RunPlan, weights: list[WeightKind]) -> Iterator[str]:
         yield f"  {kind.name} {kind.formula_std:.5f} ({kind.measured_std:.5f})"
 
 
-def conclusion(corpus: Corpus, last_eval_loss: float | None) -> str:
+def conclusion(corpus: Corpus | BlendedCorpus, last_eval_loss: float | None) -> str:
     """Say how far the run got, beside what a model without context would reach."""
     loss = "" if last_eval_loss is None else f"validation loss {last_eval_loss:.4f}; "
     return (

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megastable.config import DataConfig, ModelConfig
+from megastable.data import Corpus, prepare_corpus
 
 DOCUMENTS = {f"part{index % 3}/doc{index:02}.txt": f"document {index}: {'äb' * (index + 1)}\n" for index in range(20)}
 
@@ -40,3 +41,10 @@ def tiny_model(**changes: Any) -> ModelConfig:
         "vocab_size": 300,
     }
     return ModelConfig(**(settings | changes))
+
+
+def prepare_single(data: DataConfig, model: ModelConfig, *, show_progress: bool = False) -> Corpus:
+    """Prepare the corpus of a source that is no blend."""
+    corpus = prepare_corpus(data, model, show_progress=show_progress)
+    assert isinstance(corpus, Corpus)
+    return corpus

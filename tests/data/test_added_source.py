@@ -18,6 +18,7 @@ from megastable.data import SampleOrder, prepare_corpus, training_micro_batches
 from megastable.planning.preflight.preflight import preflight
 from megastable.planning.preflight.review import Finding, LocalText
 from megastable.training.host import look_at_text
+from tests.data.data_examples import prepare_single
 from tests.support.toy_source import counting_source_registered
 
 QUICKSTART = Path(__file__).parents[2] / "ds_configs" / "quickstart.json"
@@ -92,7 +93,7 @@ def test_the_commands_take_it(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("added")
 def test_a_corpus_is_made_of_it_and_trained_on(tmp_path: Path) -> None:
     sections = load_run_file(run_file(tmp_path, num_documents=100), world_size=2).megastable
-    corpus = prepare_corpus(sections.data, sections.model, show_progress=False)
+    corpus = prepare_single(sections.data, sections.model)
     documents = np.split(corpus.train.tokens, np.flatnonzero(corpus.train.tokens == corpus.eod_id) + 1)
     assert len(documents) - 1 == 98
     assert bytes(documents[3][:-1].tolist()).decode().startswith("3 is followed by 4. ")

@@ -14,7 +14,7 @@ from megastable.cli.main import app
 from megastable.config import load_run_file
 from megastable.core.errors import UserError
 from megastable.data import prepare_corpus
-from tests.data.data_examples import write_documents
+from tests.data.data_examples import prepare_single, write_documents
 from tests.support.toy_tokenizer import lengths_tokenizer_registered
 
 QUICKSTART = Path(__file__).parents[2] / "ds_configs" / "quickstart.json"
@@ -53,7 +53,7 @@ def test_a_corpus_is_tokenised_by_it_and_cached_by_its_identity(tmp_path: Path, 
     folders = set()
     for longest in (20, 5):
         sections = load_run_file(run_file(tmp_path, documents, longest=longest), world_size=2).megastable
-        corpus = prepare_corpus(sections.data, sections.model, show_progress=False)
+        corpus = prepare_single(sections.data, sections.model)
         assert corpus.vocab_size == longest + 1
         assert corpus.train.tokens[:4].tolist() == [3, 5, min(6, longest), 3]
         folders.add(corpus.tokenizer_path)

@@ -11,7 +11,7 @@ from megastable.data import Corpus, prepare_corpus
 from megastable.data import corpus as corpus_module
 from megastable.data.progress import note
 from megastable.data.text_tokenizers import make_tokenizer
-from tests.data.data_examples import DOCUMENTS, text_data, tiny_model, write_documents
+from tests.data.data_examples import DOCUMENTS, prepare_single, text_data, tiny_model, write_documents
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def documents(tmp_path: Path) -> Path:
 
 
 def prepared(documents: Path, cache_dir: Path, **changes: Any) -> Corpus:
-    return prepare_corpus(text_data(documents, cache_dir, **changes), tiny_model(), show_progress=False)
+    return prepare_single(text_data(documents, cache_dir, **changes), tiny_model())
 
 
 def texts_of(tokens: np.ndarray, eod_id: int) -> list[str]:
@@ -55,7 +55,7 @@ def test_the_cache_is_used_whatever_the_length_of_samples(
 ) -> None:
     first = prepared(documents, tmp_path)
     monkeypatch.delattr(corpus_module, "write_token_store")
-    again = prepare_corpus(text_data(documents, tmp_path), tiny_model(seq_length=5), show_progress=False)
+    again = prepare_single(text_data(documents, tmp_path), tiny_model(seq_length=5))
     assert again.fingerprint == first.fingerprint
     assert again.tokenizer_path == first.tokenizer_path
     assert again.train.seq_length == 5

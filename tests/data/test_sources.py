@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from datasets import Dataset, DatasetDict
@@ -18,7 +18,7 @@ from tests.data.data_examples import DOCUMENTS, write_documents
 
 
 def opened(**settings: Any) -> DocumentSource:
-    return open_source(TypeAdapter(SourceConfig).validate_python(settings))
+    return cast(DocumentSource, open_source(TypeAdapter(SourceConfig).validate_python(settings)))
 
 
 def texts_of(source: DocumentSource) -> list[str]:
@@ -148,3 +148,42 @@ def test_datasets_that_are_missing_or_empty(tmp_path: Path) -> None:
 
 def test_run_files_and_the_registry_know_the_same_sources() -> None:
     assert {tag_of(kind) for kind in kinds_of(SourceSection)} == SOURCES.keys()
+
+
+def test_a_stream_is_the_first_rows_in_whatever_order_they_are_read(tmp_path: Path) -> None:
+    folder = write_documents(
+        tmp_path / "rows", {"train.jsonl": "".join(f'{{"body": "{number}"}}\n' for number in range(9))}
+    )
+    source = opened(type="hf", path=str(folder), text_column="body", stream_rows=7)
+    assert texts_of(source) == [str(number) for number in range(7)]
+    assert [source[index] for index in (3, 4, 6, 1, 1, 0)] == ["3", "4", "6", "1", "1", "0"]
+    assert source.fingerprint() == opened(type="hf", path=str(folder), text_column="body", stream_rows=7).fingerprint()
+    assert source.fingerprint() != opened(type="hf", path=str(folder), text_column="body", stream_rows=6).fingerprint()
+    with pytest.raises(UserError, match=r"no column 'text'; its columns are body"):
+        opened(type="hf", path=str(folder), stream_rows=7)
+    with pytest.raises(UserError, match=r"stream_rows: 10, but .* ends before it has row 9"):
+        opened(type="hf", path=str(folder), text_column="body", stream_rows=10)[9]
+    with pytest.raises(UserError, match=r"cannot open .*/rows as a stream .*'test'"):
+        opened(type="hf", path=str(folder), text_column="body", split="test", stream_rows=1)
+
+
+def test_a_saved_dataset_is_streamed_too(tmp_path: Path) -> None:
+    Dataset.from_dict(ROWS).save_to_disk(tmp_path)
+    assert texts_of(opened(type="hf", path=str(tmp_path), stream_rows=2)) == ["one", "two"]
+
+
+def test_synthetic_text_is_a_function_of_its_seed(tmp_path: Path) -> None:
+    source = opened(type="synthetic", num_documents=300, words_per_document=40)
+    texts = texts_of(source)
+    assert texts == texts_of(opened(type="synthetic", num_documents=300, words_per_document=40))
+    assert len(set(texts)) == 300
+    lengths = [len(text.split()) for text in texts]
+    assert 20 <= min(lengths) < 25 < 55 < max(lengths) <= 60
+    num_bytes = source.num_bytes()
+    assert num_bytes is not None
+    assert sum(map(len, texts)) == pytest.approx(num_bytes, rel=0.05)
+    other = opened(type="synthetic", num_documents=300, words_per_document=40, seed=1)
+    assert not set(texts) & set(texts_of(other))
+    assert source.fingerprint() != other.fingerprint()
+    # The same on every machine and in every version.
+    assert texts[0].split()[:6] == ["be", "ca", "biba", "tuci", "ba", "mebu"]

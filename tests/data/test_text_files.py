@@ -14,7 +14,7 @@ from megastable.config.data import TextSourceConfig
 from megastable.core.errors import UserError
 from megastable.data import prepare_corpus
 from megastable.data.text_files import TextFiles, open_text
-from tests.data.data_examples import text_data, tiny_model, write_documents
+from tests.data.data_examples import prepare_single, text_data, tiny_model, write_documents
 
 
 def opened(path: Path) -> TextFiles:
@@ -34,7 +34,7 @@ def test_text_is_read_as_it_is_and_its_bytes_are_the_tokens(
     (folder / "a.txt").write_bytes(content.encode())
     assert texts_of(opened(folder)) == [content]
     data = text_data(write_documents(folder / "long", {"a.txt": content * 9}), folder / "cache", validation_fraction=0)
-    tokens = prepare_corpus(data, tiny_model(), show_progress=False).train.tokens
+    tokens = prepare_single(data, tiny_model()).train.tokens
     assert bytes(tokens[:-1].tolist()) == (content * 9).encode()
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,14 +52,24 @@ def test_a_document_of_several_batches_is_whole_and_ended_once(tmp_path: Path, n
     assert validation.tokens.tolist() == [*b"b", EOD]
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])
-def test_the_narrowest_type_that_holds_the_vocabulary(tmp_path: Path, vocab_size: int, dtype: type) -> None:
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_499, np.uint16), (65_500, np.int32), (70_000, np.int32)])
+def test_the_type_holds_the_vocabulary(tmp_path: Path, vocab_size: int, dtype: type) -> None:
     text = "a\N{SNAKE}\uffff"
     write_token_store(tmp_path, [(text, False)], WideTokenizer(vocab_size))
     _, train, validation = open_token_store(tmp_path)
     assert train.tokens.dtype == dtype
     assert train.tokens.tolist() == [*(ord(character) % vocab_size for character in text), vocab_size - 1]
     assert len(validation.tokens) == 0
+
+
+@pytest.mark.parametrize(("vocab_size", "hashed"), [(65_499, "<u2"), (65_536, "<u2"), (65_537, "<u4")])
+def test_checkpoints_of_earlier_formats_know_the_text_by_the_same_hash(
+    tmp_path: Path, vocab_size: int, hashed: str
+) -> None:
+    write_token_store(tmp_path, [("ab", False), ("c", True)], WideTokenizer(vocab_size))
+    files = ([97, 98, vocab_size - 1], [99, vocab_size - 1])
+    digests = [hashlib.sha256(np.array(ids, hashed).tobytes()).digest() for ids in files]
+    assert open_token_store(tmp_path)[0].fingerprint == hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def test_tokens_are_mapped_not_read(tmp_path: Path) -> None:
@@ -99,15 +110,18 @@ def test_the_entropy_is_that_of_the_training_tokens(tmp_path: Path) -> None:
     assert open_token_store(tmp_path)[0].unigram_entropy_nats == pytest.approx(math.log(2))
 
 
-@pytest.mark.parametrize("damage", ["cut", "no record", "record cut", "no file"])
+@pytest.mark.parametrize("damage", ["cut", "no record", "record cut", "no file", "no index", "index cut", "other type"])
 def test_damage_is_named(tmp_path: Path, damage: str) -> None:
     write_token_store(tmp_path, [("abc", False)], BytesTokenizer())
-    train, meta = tmp_path / "train.bin", tmp_path / "meta.json"
+    train, index, meta = tmp_path / "train.bin", tmp_path / "train.idx", tmp_path / "meta.json"
     damages: dict[str, Callable[[], object]] = {
         "cut": lambda: train.write_bytes(train.read_bytes()[:-1]),
         "no record": meta.unlink,
         "record cut": lambda: meta.write_text(meta.read_text()[:20]),
         "no file": train.unlink,
+        "no index": index.unlink,
+        "index cut": lambda: index.write_bytes(index.read_bytes()[:-1]),
+        "other type": lambda: index.write_bytes(index.read_bytes().replace(b"\x08", b"\x03", 1)),
     }
     damages[damage]()
     with pytest.raises(UserError, match=f"{tmp_path} is damaged .* delete that folder"):

@@ -173,6 +173,49 @@ def test_an_interrupted_build_goes_on_and_has_the_tokens_of_one_that_was_not(
 
 
 @pytest.mark.usefixtures("_small_batches")
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "metaspace", "strip"])
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_any_number_of_processes_writes_the_same_bytes(
+    tmp_path: Path, kinds: dict[str, TextTokenizer], kind: str, num_workers: int
+) -> None:
+    texts = ["the cat ", "", "über  the\n\n cat" * 3, "a", "the cat and the hat, don't 12 345! " * 5, "", " "]
+    documents = [(text, index % 4 == 1) for index, text in enumerate(texts * 3)]
+    folders = []
+    for workers in (0, num_workers):
+        folder = tmp_path / str(workers)
+        folder.mkdir()
+        write_token_store(folder, documents, kinds[kind], num_workers=workers)
+        folders.append(folder)
+    names = sorted(path.name for path in folders[0].iterdir() if path.is_file())
+    assert len(names) == 7
+    for name in names:
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
+
+
+def test_a_few_batches_are_read_ahead_and_no_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(token_writer, "_BATCH_CHARACTERS", 1)
+    reading = Interrupting([(str(index), False) for index in range(100)], at=50)
+    with pytest.raises(KeyboardInterrupt):
+        write_token_store(tmp_path, reading, BytesTokenizer(), num_workers=2)
+    finished = json.loads((tmp_path / "progress.json").read_text())["finished_documents"]
+    assert 50 - 2 * 2 <= finished <= 50
+
+
+def test_documents_without_text_are_counted(tmp_path: Path) -> None:
+    documents = [("a", False), ("", False), ("", True)]
+    meta = write_token_store(tmp_path, documents, BytesTokenizer())
+    assert (meta.num_documents, meta.num_empty_documents) == (3, 2)
+    assert open_token_store(tmp_path)[0] == meta
+
+
+def test_a_run_says_how_many_documents_had_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "the cat and the hat"}\n{"text": ""}\n\n')
+    data = text_data(tmp_path, tmp_path / "cache", source={"type": "jsonl", "path": str(tmp_path / "rows.jsonl")})
+    prepare_corpus(data.model_copy(update={"validation_fraction": 0.0}), tiny_model(), show_progress=True)
+    assert "rows.jsonl: left out 2 documents without text" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_small_batches")
 @pytest.mark.parametrize("damage", ["another tokenizer", "no record", "record of another form", "cut"])
 def test_what_cannot_be_gone_on_from_is_built_anew(tmp_path: Path, damage: str) -> None:
     documents = [(f"some text {index}", False) for index in range(6)]

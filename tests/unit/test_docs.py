@@ -152,16 +152,18 @@ def test_every_key_that_is_set_on_a_command_line_exists(page: Path) -> None:
 
 @cache
 def options_of_commands() -> dict[str, set[str]]:
-    """Return the options of every ``megastable`` command."""
+    """Return the options of every ``megastable`` command, by its one or two words."""
     group = get_command(app)
     assert isinstance(group, TyperGroup)
-    return {
-        name: {
-            "--help",
-            *(option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)),
-        }
-        for name, command in group.commands.items()
-    }
+    found = {}
+    for name, command in group.commands.items():
+        inner = {f"{name} {second}": each for second, each in getattr(command, "commands", {}).items()}
+        for words, each in (inner or {name: command}).items():
+            found[words] = {
+                "--help",
+                *(option for parameter in each.params for option in (*parameter.opts, *parameter.secondary_opts)),
+            }
+    return found
 
 
 @cache
@@ -181,7 +183,8 @@ def test_every_megastable_command_and_its_options_exist(page: Path) -> None:
         if len(words) < 2 or words[0] != "megastable" or words[1].startswith("-"):
             continue
         options = {word for word in words if word.startswith("--")}
-        if words[1] not in options_of_commands() or options - options_of_commands()[words[1]]:
+        name = words[1] if words[1] in options_of_commands() else " ".join(words[1:3])
+        if name not in options_of_commands() or options - options_of_commands()[name]:
             wrong.append(command)
     assert not wrong
 

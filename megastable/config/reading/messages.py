@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -50,6 +50,10 @@ def place_of(location: Sequence[str | int]) -> Place:
             candidates = tuple(kind for kind in candidates if tag_of(kind) == part)
             continue
         path.append(part)
+        if isinstance(part, int):
+            # An entry of a list: the section that the list is of, if any.
+            owner = None
+            continue
         owner = candidates[0] if candidates else None
         field = Place(tuple(path), owner).field
         candidates = section_types(field.annotation) if field else ()
@@ -78,6 +82,9 @@ def paths_elsewhere(place: Place) -> list[str]:
 def _all_paths(section: type[Section], prefix: Path) -> Iterator[Path]:
     for key, field in keys_of(section).items():
         yield (*prefix, key)
+        # Keys of a list's entries have as many paths as there are entries.
+        if get_origin(field.annotation) is tuple:
+            continue
         for inner in section_types(field.annotation):
             yield from _all_paths(inner, (*prefix, key))
 
@@ -115,6 +122,10 @@ def _too_long(error: ErrorDetails, place: Place) -> str:
     return f"must have at most {error['ctx']['max_length']} entries"
 
 
+def _pattern(error: ErrorDetails, place: Place) -> str:
+    return f"must match the pattern {error['ctx']['pattern']}"
+
+
 def _tag(error: ErrorDetails, place: Place) -> str:
     assert place.field is not None
     tags = " or ".join(json.dumps(tag_of(kind)) for kind in section_types(place.field.annotation))
@@ -143,5 +154,6 @@ _MESSAGES: Mapping[str, Callable[[ErrorDetails, Place], str]] = {
     "union_tag_not_found": _tag,
     "union_tag_invalid": _tag,
     "too_long": _too_long,
+    "string_pattern_mismatch": _pattern,
 }
 """pydantic's error type -> the phrase for a value at a place."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 
 from megastable.config import BytesTokenizerConfig
+from megastable.config.data import states_validation
 from megastable.core.families.registry import FAMILIES, expressing_families, nearest_family
 from megastable.core.init_std import INIT_SCHEMES, MatrixSize, megatron_530b, residual_output_std
 from megastable.planning.preflight.review import Finding, Level, Review
@@ -140,11 +141,14 @@ def some_class_expresses_the_model(review: Review) -> Iterator[Finding]:
 def text_is_here(review: Review) -> Iterator[Finding]:
     """Find a path at which there is no text; it is no error, since it may be right on another machine."""
     if review.text is not None and review.text.fault:
-        # A finding names its key itself.
+        # The fault of a source begins with its key, which a finding names itself.
+        key, _, message = review.text.fault.partition(": ")
+        if not key.startswith("megastable."):
+            key, message = "megastable.data.source.path", review.text.fault
         yield Finding(
             "warning",
-            "megastable.data.source.path",
-            review.text.fault.removeprefix("megastable.data.source.path: "),
+            key,
+            message,
             "mend the path, unless it is meant for another machine",
         )
 
@@ -160,9 +164,13 @@ def text_holds_a_batch(review: Review) -> Iterator[Finding]:
     # A byte-level tokenizer makes at most a token of every byte, and one more at the end of a document. Documents are
     # kept for validation whole, and those may be the shortest, so that nearly all bytes may be for training.
     most_tokens = text.num_bytes + text.num_documents
-    in_bytes = isinstance(data.tokenizer, BytesTokenizerConfig)
+    is_counted = text.num_tokens is not None or isinstance(data.tokenizer, BytesTokenizerConfig)
+    if text.num_tokens is not None:
+        most_tokens = text.num_tokens
+        # Tokens that name a validation pair of their own keep no share.
+        training_share = 1.0 if states_validation(data.source) else training_share
     likely_tokens = training_share * most_tokens
-    if not in_bytes:
+    if not is_counted:
         likely_tokens = training_share * (text.num_bytes / BYTES_PER_TOKEN)
     # As a launch counts: the last sample of a batch needs a single label, but there has to be one whole sample.
     needed = max((largest - 1) * review.model.seq_length + 2, review.model.seq_length + 1)
@@ -175,6 +183,8 @@ def text_holds_a_batch(review: Review) -> Iterator[Finding]:
     else:
         level = "warning"
         estimate = f"from {text.num_bytes:,} bytes, {BYTES_PER_TOKEN} a token"
+        if text.num_tokens is not None:
+            estimate = f"of {text.num_tokens:,}, the others are for validation"
         amount = f"an estimated {likely_tokens:,.0f} training tokens ({estimate})"
     fitting = math.floor(likely_tokens / review.model.seq_length)  # samples
     instead = "more text, or a shorter sample"

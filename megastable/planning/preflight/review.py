@@ -63,6 +63,8 @@ class LocalText:
     num_documents: int
     num_bytes: int
     fault: str = ""
+    num_tokens: int | None = None
+    """Of a source that has tokens instead of text; it has no bytes then."""
 
 
 @dataclass(frozen=True)

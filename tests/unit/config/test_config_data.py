@@ -21,14 +21,15 @@ each_kind = pytest.mark.parametrize(("path", "kind"), KINDS, ids=[kind.__name__ 
 
 
 def least(kind: type[Section]) -> dict[str, Any]:
-    """A section of that kind with nothing but its type and the keys that it requires, which are text so far."""
+    """A section of that kind with nothing but its type and the keys that it requires, which are text but for one."""
     required = [key for key, field in keys_of(kind).items() if field.is_required()]
-    return {**dict.fromkeys(required, "x"), "type": tag_of(kind)}
+    values: dict[str, Any] = {"sources": [{"name": "x", "weight": 1, "source": {"type": "stdlib"}}]}
+    return {key: values.get(key, "x") for key in required} | {"type": tag_of(kind)}
 
 
 @each_kind
 def test_the_type_chooses_the_section(path: str, kind: type[Section]) -> None:
-    raw = with_value(MINIMAL, path, least(kind))
+    raw = with_value(with_value(MINIMAL, "megastable.data.tokenizer", {"type": "bytes"}), path, least(kind))
     run = run_from_dict(raw)
     assert type(getattr(run.megastable.data, path.rpartition(".")[2])) is kind
     assert run_from_dict(run.model_dump(mode="json", by_alias=True)) == run
@@ -37,13 +38,45 @@ def test_the_type_chooses_the_section(path: str, kind: type[Section]) -> None:
 
 @each_kind
 def test_a_section_refuses_what_another_type_would_read(path: str, kind: type[Section]) -> None:
-    raw = with_value(MINIMAL, path, {**least(kind), "zzz": 1})
+    raw = with_value(MINIMAL, "megastable.data.tokenizer", {"type": "bytes"})
+    raw = with_value(raw, path, {**least(kind), "zzz": 1})
     (fault,) = faults_of(raw)
     assert (fault.path, fault.message) == (
         f"{path}.zzz",
         f"unknown key; legal keys here are {', '.join(keys_of(kind))}",
     )
     assert not jsonschema.Draft202012Validator(json_schema()).is_valid(raw)
+
+
+def blend(*parts: dict[str, Any]) -> dict[str, Any]:
+    raw = with_value(MINIMAL, "megastable.data.tokenizer", {"type": "bytes"})
+    return with_value(raw, "megastable.data.source", {"type": "blend", "sources": list(parts)})
+
+
+WEB = {"name": "web", "weight": 7, "source": {"type": "jsonl", "path": "web"}}
+
+
+@pytest.mark.parametrize(
+    ("part", "path", "message"),
+    [
+        (WEB | {"wieght": 1}, "wieght", "did you mean weight?"),
+        (WEB | {"weight": 0}, "weight", "must be greater than 0"),
+        (WEB | {"weight": True}, "weight", "must be a number"),
+        (WEB | {"name": "a b"}, "name", "must match the pattern"),
+        (WEB | {"source": {"type": "blend", "sources": [WEB]}}, "source", '"type" must be "stdlib" or "text"'),
+        (WEB | {"source": {"type": "jsonl"}}, "source.path", "is required: A file, a folder"),
+        (
+            WEB | {"source": {"type": "jsonl", "path": "x", "text_kye": "y"}},
+            "source.text_kye",
+            "did you mean text_key?",
+        ),
+        ("web", "", "must be a section"),
+    ],
+)
+def test_a_fault_of_a_part_of_a_blend_is_named_with_its_place(part: Any, path: str, message: str) -> None:
+    (fault,) = faults_of(blend(WEB | {"name": "other"}, part))
+    assert fault.path == f"megastable.data.source.sources[1].{path}".rstrip(".")
+    assert message in fault.message
 
 
 def test_types_are_not_given_twice() -> None:

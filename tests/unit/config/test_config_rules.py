@@ -1,5 +1,6 @@
 """Every rule between keys fires where it should and stays silent next to that."""
 
+import json
 from dataclasses import dataclass
 
 import pytest
@@ -20,6 +21,14 @@ class Case:
 
 
 M = "megastable"
+
+
+def blend(*parts: tuple[str, float]) -> str:
+    """The override of a blend of sources of these names and weights."""
+    sources = [{"name": name, "weight": weight, "source": {"type": "stdlib"}} for name, weight in parts]
+    return f"{M}.data.source={json.dumps({'type': 'blend', 'sources': sources})}"
+
+
 PARTITION = f"{M}.pipeline.partition"
 STABLE = (f"{M}.lr_schedule.type=warmup_stable_decay",)
 NINE_STEPS = (f"{M}.training.total_samples=null", f"{M}.training.total_steps=9")
@@ -205,6 +214,46 @@ CASES = (
         (f"{M}.init.scheme=fixed", f"{M}.init.std=0.02"),
     ),
     Case("std_belongs_to_fixed", (f"{M}.init.std=0.02",), f"{M}.init.std", (f"{M}.init.std=null",)),
+    Case(
+        "blend_has_names",
+        (blend(("a", 1), ("b", 1), ("a", 1)), f"{M}.data.tokenizer.type=bytes"),
+        f"{M}.data.source.sources[2].name",
+        (blend(("a", 1), ("b", 1), ("c", 1)), f"{M}.data.tokenizer.type=bytes"),
+    ),
+    Case(
+        "blend_repeats",
+        (blend(("a", 0.1234567), ("b", 0.5)), f"{M}.data.tokenizer.type=bytes"),
+        f"{M}.data.source.sources",
+        (blend(("a", 0.12345), ("b", 0.5)), f"{M}.data.tokenizer.type=bytes"),
+    ),
+    Case(
+        "tokenizer_is_made",
+        (blend(("a", 1)),),
+        f"{M}.data.tokenizer",
+        (blend(("a", 1)), f"{M}.data.tokenizer.type=bytes"),
+    ),
+    Case(
+        "tokenizer_is_made",
+        (f'{M}.data.source={{"type": "indexed", "path": "x"}}',),
+        f"{M}.data.tokenizer",
+        (f'{M}.data.source={{"type": "indexed", "path": "x"}}', f"{M}.data.tokenizer.type=bytes"),
+    ),
+    Case(
+        "evaluation_needs_validation_data",
+        (
+            f'{M}.data.source={{"type": "indexed", "path": "x"}}',
+            f"{M}.data.tokenizer.type=bytes",
+            f"{M}.data.validation_fraction=0",
+            f"{M}.training.eval_interval=1",
+        ),
+        f"{M}.training.eval_interval",
+        (
+            f'{M}.data.source={{"type": "indexed", "path": "x", "validation_path": "y"}}',
+            f"{M}.data.tokenizer.type=bytes",
+            f"{M}.data.validation_fraction=0",
+            f"{M}.training.eval_interval=1",
+        ),
+    ),
     Case(
         "bpe_fits_the_model",
         (f'{M}.data.tokenizer={{"type": "bpe", "vocab_size": 1025}}',),

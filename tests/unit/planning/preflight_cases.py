@@ -72,6 +72,11 @@ def bytes_of_text(num_bytes: int, fault: str = "") -> LocalText:
 
 IN_BYTES = (f'{M}.data.tokenizer={{"type": "bytes"}}', f"{M}.data.validation_fraction=0")
 ALL_TEXT = (f"{M}.data.validation_fraction=0",)
+IN_PAIRS = (
+    f'{M}.data.source={{"type": "indexed", "path": "x"}}',
+    f'{M}.data.tokenizer={{"type": "bytes"}}',
+    f"{M}.data.validation_fraction=0",
+)
 TOKENS_A_STEP = 511 * 1024 + 2  # the last sample needs one label
 
 CASES = (
@@ -455,6 +460,34 @@ CASES = (
         level="error",
         text=bytes_of_text(10**10),
         silent_text=LocalText(num_documents=2, num_bytes=10**10),
+    ),
+    Case(  # tokens are counted, not estimated
+        "text_holds_a_batch",
+        IN_PAIRS,
+        f"{M}.data.source",
+        IN_PAIRS,
+        level="error",
+        says=f"at most {TOKENS_A_STEP - 1:,} training tokens",
+        text=LocalText(9, 0, num_tokens=TOKENS_A_STEP - 1),
+        silent_text=LocalText(9, 0, num_tokens=TOKENS_A_STEP),
+    ),
+    Case(  # half of the tokens are not for training
+        "text_holds_a_batch",
+        (*IN_PAIRS[:2], f"{M}.data.validation_fraction=0.5"),
+        f"{M}.data.source",
+        IN_PAIRS,
+        says="the others are for validation",
+        text=LocalText(9, 0, num_tokens=2 * TOKENS_A_STEP - 2),
+        silent_text=LocalText(9, 0, num_tokens=2 * TOKENS_A_STEP - 2),
+    ),
+    Case(  # the fault of a part of a blend
+        "text_is_here",
+        (),
+        f"{M}.data.source.sources[1].source.path",
+        (),
+        says="text does not exist",
+        text=bytes_of_text(0, fault=f"{M}.data.source.sources[1].source.path: text does not exist"),
+        silent_text=bytes_of_text(10**10),
     ),
     Case(  # half of the text is not for training
         "text_holds_a_batch",

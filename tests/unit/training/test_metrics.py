@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megastable.core.flops import tflops_per_device
 from megastable.core.records import StepResult, TrainingState
 from megastable.planning.run_plan import RunPlan
-from megastable.training.metrics import STEP_METRICS, StepMetrics
+from megastable.training.metrics import STEP_METRICS, Evaluation, StepMetrics
 from tests.support.tiny_run import tiny_run
 from tests.unit.training.metrics_examples import HARD_STEPS, NOT_FINITE, step_metrics
 
@@ -95,7 +95,7 @@ def test_values_of_a_step(consumed: int, seconds: float, skipped: bool, eval_los
     batch = plan.ramp.at(consumed)
     result = StepResult(loss=2.0, grad_norm=3.0, loss_scale=8.0, skipped=skipped, step_seconds=seconds)
     state = TrainingState(step=4, consumed_samples=consumed).advance(batch, result, seq_length=16)
-    metrics = StepMetrics.of(plan, state, batch, 0.005, result, eval_loss)
+    metrics = StepMetrics.of(plan, state, batch, 0.005, result, None if eval_loss is None else Evaluation(eval_loss))
 
     assert (metrics.step, metrics.consumed_samples) == (5, consumed + batch.global_batch_size)
     assert metrics.micro_batch_size * metrics.num_microbatches * replicas == metrics.global_batch_size

@@ -1,0 +1,141 @@
+"""Writes a pair of Megatron's indexed format in steps that a later start can go on from."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megastable.data.block_checksums import ChecksumWriter
+from megastable.data.indexed_format import index_path, token_dtype, tokens_path, write_index
+
+_READ_BYTES = 1 << 24
+_LENGTH_DTYPE = np.dtype("<i8")
+NARROW_VOCABULARY = 1 << 16
+
+
+@dataclass(frozen=True)
+class Written:
+    """How much of a pair is on disk."""
+
+    tokens: int = 0
+    documents: int = 0
+
+
+NOTHING_WRITTEN = Written()
+
+
+class IndexedWriter:
+    """Appends documents to a pair, counts their tokens by id, hashes them and takes the checksums of their blocks."""
+
+    def __init__(self, prefix: Path, vocab_size: int, kept: Written = NOTHING_WRITTEN) -> None:
+        """Open the pair, and drop all but what is ``kept`` of an unfinished one.
+
+        Args:
+            vocab_size: ids are in ``[0, vocab_size)``; it decides their type.
+        """
+        self.dtype = token_dtype(vocab_size)
+        self.digest = hashlib.sha256()
+        self.counts = np.zeros(vocab_size, dtype=np.int64)
+        self._hashed_dtype = hashed_dtype(vocab_size)
+        self._prefix = prefix
+        self._checksums = ChecksumWriter()
+        self._written = kept
+        self._open_tokens = 0
+        self._tokens_file = _open_at(tokens_path(prefix), 0)
+        kept_bytes = kept.tokens * self.dtype.itemsize
+        for start in range(0, kept_bytes, _READ_BYTES):
+            stored = self._tokens_file.read(min(_READ_BYTES, kept_bytes - start))
+            self._count(stored, np.frombuffer(stored, self.dtype))
+        self._tokens_file.truncate(kept_bytes)
+        self._tokens_file.seek(kept_bytes)
+        self._lengths_file = _open_at(lengths_path(prefix), kept.documents * _LENGTH_DTYPE.itemsize)
+        self._lengths_file.truncate()
+
+    def append(self, ids: npt.NDArray[Any], ends: npt.NDArray[np.int64]) -> None:
+        """Write token ids at the end of the pair.
+
+        Args:
+            ids: of any number of documents, the first and the last of which may go on, shape [n].
+            ends: where documents end in ``ids``, shape [m], rising. What is after the last goes on with the next call.
+        """
+        stored = ids.astype(self.dtype).tobytes()
+        self._tokens_file.write(stored)
+        self._count(stored, ids)
+        documents = self._written.documents + len(ends)
+        if len(ends):
+            lengths = np.diff(ends, prepend=-self._open_tokens)
+            self._lengths_file.write(lengths.astype(_LENGTH_DTYPE).tobytes())
+            self._open_tokens = len(ids) - int(ends[-1])
+        else:
+            self._open_tokens += len(ids)
+        self._written = Written(self._written.tokens + len(ids), documents)
+
+    def sync(self) -> Written:
+        """Bring all that was appended onto the disk, and return how much that is."""
+        # The folder is renamed at the end: a power cut must not leave a finished folder with empty files.
+        for file in (self._tokens_file, self._lengths_file):
+            file.flush()
+            os.fsync(file.fileno())
+        return self._written
+
+    def finish(self) -> None:
+        """Write the index of the documents, and the checksums of the tokens' blocks beside it."""
+        self.sync()
+        lengths = np.zeros(0, _LENGTH_DTYPE)
+        # An empty file cannot be mapped.
+        if self._written.documents:
+            lengths = np.memmap(lengths_path(self._prefix), _LENGTH_DTYPE, mode="r")
+        write_index(index_path(self._prefix), self.dtype, lengths)
+        self._checksums.write(checksums_path(self._prefix))
+        self.close()
+        lengths_path(self._prefix).unlink()
+
+    def close(self) -> None:
+        """Close the files; what was appended stays for a later start."""
+        self._tokens_file.close()
+        self._lengths_file.close()
+
+    def _count(self, stored: bytes, ids: npt.NDArray[Any]) -> None:
+        self.digest.update(ids.astype(self._hashed_dtype).tobytes())
+        self._checksums.append(stored)
+        self.counts += np.bincount(ids, minlength=len(self.counts))
+
+
+def hashed_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Return the type in which ids are hashed, whatever type they are stored in.
+
+    Checkpoints know their text by that hash, since before it was stored as Megatron does.
+    """
+    return np.dtype("<u2" if vocab_size <= NARROW_VOCABULARY else "<i4")
+
+
+def checksums_path(prefix: Path) -> Path:
+    """Return where the checksums of a pair's tokens are; pairs of other tools have none."""
+    return prefix.with_name(f"{prefix.name}.crc32")
+
+
+def lengths_path(prefix: Path) -> Path:
+    """Return where the lengths of documents are until the index is written."""
+    return prefix.with_name(f"{prefix.name}.lengths")
+
+
+def holds(prefix: Path, vocab_size: int, kept: Written) -> bool:
+    """Tell whether an unfinished pair has at least what is ``kept`` of it."""
+    needed = {
+        tokens_path(prefix): kept.tokens * token_dtype(vocab_size).itemsize,
+        lengths_path(prefix): kept.documents * _LENGTH_DTYPE.itemsize,
+    }
+    return all(path.is_file() and path.stat().st_size >= size for path, size in needed.items())
+
+
+def _open_at(path: Path, position: int) -> Any:
+    path.touch()
+    file = path.open("r+b")
+    file.seek(position)
+    return file

@@ -1,0 +1,178 @@
+"""Files of JSON lines as documents, one document a line, also compressed."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO, NoReturn, cast
+
+from megastable.config import JsonlSourceConfig
+from megastable.core.errors import UserError
+from megastable.data.text_files import files_fingerprint, find_files, with_text
+
+_READ_BYTES = 1 << 20
+
+
+def _open_zstd(path: Path) -> BinaryIO:
+    # Arrow, which `datasets` brings: Python has zstd from 3.14 on.
+    import pyarrow
+
+    return cast(BinaryIO, io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")))
+
+
+def _open_gzip(path: Path) -> BinaryIO:
+    return cast(BinaryIO, io.BufferedReader(gzip.open(path, "rb")))
+
+
+DECOMPRESSORS: dict[str, Callable[[Path], BinaryIO]] = {".gz": _open_gzip, ".zst": _open_zstd}
+"""What opens a compressed file, by the end of its name."""
+SUFFIXES = (".jsonl", *(f".jsonl{suffix}" for suffix in DECOMPRESSORS))
+
+
+class JsonLines:
+    """One document a line, in the order of the files' names. A line without text is a document without text."""
+
+    def __init__(self, spec: JsonlSourceConfig) -> None:
+        """Find the files; none is read.
+
+        Raises:
+            UserError: there is no such file.
+        """
+        self.name = spec.path
+        found = find_files(spec.path, _is_json_lines, f"files whose names do not end in {', '.join(SUFFIXES)}")
+        self._root = found.root
+        self._remarks = tuple(found.remarks)
+        self._files = with_text(found.root, found.files, spec.path, found.remarks)
+        self._key = spec.text_key
+        # Where the last document was read, so that a later one of the same file is ahead.
+        self._lines: Iterator[bytes] = iter(())
+        self._opened: Path | None = None
+        self._lines_read = 0
+
+    def __len__(self) -> int:
+        return sum(self._line_counts)
+
+    def __getitem__(self, index: int) -> str:
+        """Read one document; a later one of the same file costs the lines between, any other the file up to it."""
+        file, line = self._place(index)
+        if file != self._opened or line < self._lines_read:
+            self._lines = _lines(file)
+            self._opened = file
+            self._lines_read = 0
+        stored = next(islice(self._lines, line - self._lines_read, None), None)
+        if stored is None:
+            raise UserError(f"megastable.data.source.path: {file} has become shorter while it was read")
+        self._lines_read = line + 1
+        return self._text(stored, f"{file}, line {line + 1:,}")
+
+    def place(self, index: int) -> str:
+        """Return where a document stands, for a report."""
+        file, line = self._place(index)
+        return f"{file}, line {line + 1:,}"
+
+    def num_bytes(self) -> None:
+        """Return None: how much of a line is text shows only when it is read."""
+
+    def remarks(self) -> Sequence[str]:
+        """Say which files of a folder were left out."""
+        return self._remarks
+
+    def fingerprint(self) -> str:
+        """Hash every file's name, size and time of change."""
+        digest = hashlib.sha256(f"{self._key}\0".encode())
+        digest.update(files_fingerprint(self._root, self._files).encode())
+        return digest.hexdigest()
+
+    @cached_property
+    def _line_counts(self) -> list[int]:
+        """Count the lines of every file, which reads them all: only what tokenises them asks."""
+        return [_count_lines(file) for file in self._files]
+
+    def _place(self, index: int) -> tuple[Path, int]:
+        """Return the file of a document, and the lines before it there."""
+        line = index
+        for file, count in zip(self._files, self._line_counts, strict=True):
+            if 0 <= line < count:
+                return file, line
+            line -= count
+        raise IndexError(f"document {index} of {len(self)}")
+
+    def _text(self, stored: bytes, place: str) -> str:
+        """Take the text out of a line; an empty line has none."""
+        key = "megastable.data.source"
+        try:
+            text = stored.decode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{key}.path: {place} is not UTF-8 (byte {error.start:,} of the line)") from error
+        if not text.strip():
+            return ""
+        try:
+            row = json.loads(text.strip())
+        except (ValueError, RecursionError) as error:
+            why = f"column {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else str(error)
+            raise UserError(f"{key}.path: {place} is not JSON ({why})") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{key}.path: {place} is no JSON object but {type(row).__name__}")
+        if self._key not in row:
+            keys = ", ".join(repr(name) for name in list(row)[:10]) or "none"
+            raise UserError(f"{key}.text_key: {place} has no key {self._key!r}; its keys are {keys}")
+        document = row[self._key]
+        if not isinstance(document, str):
+            raise UserError(f"{key}.text_key: {place} holds {type(document).__name__}, not text, in {self._key!r}")
+        return document
+
+
+def _is_json_lines(file: Path) -> bool:
+    return file.name.endswith(SUFFIXES)
+
+
+def _open(file: Path) -> BinaryIO:
+    opener = DECOMPRESSORS.get(file.suffix)
+    try:
+        return file.open("rb") if opener is None else opener(file)
+    except (OSError, ValueError) as error:
+        _refuse(file, error)
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    """Yield the lines of a file with their line feeds."""
+    with _open(file) as opened:
+        lines = iter(opened)
+        number = 0
+        while True:
+            try:
+                line = next(lines, None)
+            except (OSError, EOFError, zlib.error) as error:
+                _refuse(file, error, f" after line {number:,}")
+            if line is None:
+                return
+            number += 1
+            yield line
+
+
+def _count_lines(file: Path) -> int:
+    """Count the lines of a file; the last one needs no line feed."""
+    count = 0
+    ends_with_line_feed = True
+    with _open(file) as opened:
+        while True:
+            try:
+                part = opened.read(_READ_BYTES)
+            except (OSError, EOFError, zlib.error) as error:
+                _refuse(file, error, f" after line {count:,}")
+            if not part:
+                return count + (not ends_with_line_feed)
+            count += part.count(b"\n")
+            ends_with_line_feed = part.endswith(b"\n")
+
+
+def _refuse(file: Path, error: BaseException, where: str = "") -> NoReturn:
+    why = getattr(error, "strerror", None) or error
+    raise UserError(f"megastable.data.source.path: {file} cannot be read{where} ({why})") from error

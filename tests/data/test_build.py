@@ -1,0 +1,293 @@
+"""``megastable data build``: the same pair for any number of processes and whatever ended it, and nothing is lost."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from megastable.cli.main import app
+from megastable.config import run_from_dict
+from megastable.core.errors import UserError
+from megastable.data import encoding, prepare_corpus, token_writer
+from megastable.data.indexed_format import open_indexed
+from megastable.data.json_lines import JsonLines
+from megastable.data.text_tokenizers import BytesTokenizer
+from tests.data.data_examples import prepare_single, text_data, tiny_model, write_documents
+from tests.support.launches import write_run_file
+from tests.support.ranks import REPOSITORY
+
+
+class Killed(BaseException):
+    """Ends a build as a kill would: nothing catches it."""
+
+
+TEXTS = [f"document {number}: {'äb' * (number % 9)}" for number in range(60)]
+
+
+def rows_file(path: Path, texts: list[str] = TEXTS, **broken: str) -> Path:
+    """Write JSON lines; ``line_N`` replaces line N by something else."""
+    lines = [json.dumps({"text": text}) for text in texts]
+    for name, line in broken.items():
+        lines[int(name.removeprefix("line_")) - 1] = line
+    path.write_bytes(gzip.compress(("\n".join(lines) + "\n").encode()))
+    return path
+
+
+def command(*arguments: Any) -> tuple[int, str, str]:
+    """Exit code, output and errors of a command; a user's mistake is its message."""
+    try:
+        result = CliRunner().invoke(app, ["data", *map(str, arguments)], catch_exceptions=False)
+    except UserError as error:
+        return 2, "", str(error)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def build(*arguments: Any) -> dict[str, Any]:
+    code, output, errors = command("build", *arguments, "--json")
+    assert code == 0, errors
+    document: dict[str, Any] = json.loads(output)
+    return document
+
+
+def texts_of(prefix: Path) -> list[str]:
+    opened = open_indexed(prefix)
+    documents = [opened.document(index).tolist() for index in range(opened.num_documents)]
+    assert all(document[-1] == BytesTokenizer.eod_id for document in documents)
+    return [bytes(document[:-1]).decode() for document in documents]
+
+
+def files_of(folder: Path, name: str) -> dict[str, bytes]:
+    """The content of all files of a pair, by what comes after its name."""
+    return {
+        str(path.relative_to(folder)).removeprefix(name): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
+@pytest.fixture
+def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_writer, "_BATCH_CHARACTERS", 100)
+
+
+@pytest.mark.usefixtures("_small_batches")
+def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
+    rows = rows_file(tmp_path / "rows.jsonl.gz", line_7="{", line_9='{"text": ""}')
+    found = []
+    for workers in (1, 2, 5):
+        folder = tmp_path / str(workers)
+        options = ["-t", "bytes", "--workers", workers, "--broken", "skip", "--validation-fraction", 0.2]
+        build(rows, "-o", folder / "pair", *options)
+        found.append(files_of(folder, "pair"))
+    assert found[0] == found[1] == found[2]
+    suffixes = {name for name in found[0] if not name.startswith(".tokenizer")}
+    pair = {".bin", ".idx", ".crc32"}
+    assert suffixes == {*pair, *(f".validation{suffix}" for suffix in pair), ".json", ".broken.jsonl"}
+
+
+def test_every_document_is_somewhere_or_counted(tmp_path: Path) -> None:
+    rows = rows_file(tmp_path / "rows.jsonl.gz", line_7="{", line_9='{"text": ""}', line_11='{"body": "a"}', line_60="")
+    document = build(rows, "-o", tmp_path / "pair", "-t", "bytes", "--broken", "skip", "--validation-fraction", 0.2)
+    assert document["documents"] == 60
+    assert document["empty_documents"] == 2
+    assert document["broken_documents"] == 2
+    assert ["line 7 is not JSON" in document["broken"][0], "line 11 has no key" in document["broken"][1]] == [True] * 2
+    listed = [json.loads(line) for line in (tmp_path / "pair.broken.jsonl").read_text().splitlines()]
+    assert [line["document"] for line in listed] == [6, 10]
+    kept = [text for number, text in enumerate(TEXTS, start=1) if number not in (7, 9, 11, 60)]
+    written = texts_of(tmp_path / "pair") + texts_of(tmp_path / "pair.validation")
+    assert sorted(written) == sorted(kept)
+    assert len(texts_of(tmp_path / "pair.validation")) in range(8, 13)
+    assert document["tokens"] == sum(len(text.encode()) + 1 for text in kept)
+
+
+def test_a_broken_document_stops_a_build_unless_it_is_to_be_skipped(tmp_path: Path) -> None:
+    rows = rows_file(tmp_path / "rows.jsonl.gz", line_7="{")
+    code, _, message = command("build", rows, "-o", tmp_path / "pair", "-t", "bytes")
+    assert (code, message) == (2, f"{rows}, line 7 is not JSON (column 2: Expecting property name enclosed in double "
+                               "quotes)")  # fmt: skip
+    assert not (tmp_path / "pair.idx").exists()
+
+
+@pytest.mark.usefixtures("_small_batches")
+@pytest.mark.parametrize("workers", [1, 3])
+def test_an_interrupted_build_goes_on_to_the_same_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    rows = rows_file(tmp_path / "rows.jsonl.gz", line_3="{", line_9="", line_40="[]")
+    options = ["-t", "bytes", "--workers", workers, "--broken", "skip"]
+    build(rows, "-o", tmp_path / "whole/pair", *options)
+    read: list[int] = []
+    own = JsonLines.__getitem__
+
+    def interrupting(self: JsonLines, index: int) -> str:
+        read.append(index)
+        if index == 45 and not interrupted:
+            interrupted.append(index)
+            raise Killed
+        return own(self, index)
+
+    interrupted: list[int] = []
+    monkeypatch.setattr(JsonLines, "__getitem__", interrupting)
+    with pytest.raises(Killed):
+        CliRunner().invoke(
+            app, ["data", "build", str(rows), "-o", str(tmp_path / "cut/pair"), *map(str, options)],
+            catch_exceptions=False, standalone_mode=False,
+        )  # fmt: skip
+    assert not list((tmp_path / "cut").glob("pair.idx"))
+    read.clear()
+    build(rows, "-o", tmp_path / "cut/pair", *options)
+    assert 10 < read[0] <= 45, "what is on disk is not read again"
+    assert files_of(tmp_path / "cut", "pair") == files_of(tmp_path / "whole", "pair")
+
+
+@pytest.mark.slow
+def test_a_killed_build_goes_on_to_the_same_files(tmp_path: Path) -> None:
+    rows = rows_file(tmp_path / "rows.jsonl.gz", [f"{number} {'many words ' * 9}" for number in range(4000)])
+    script = (
+        "from megastable.data import token_writer; token_writer._BATCH_CHARACTERS = 2000\n"
+        "from megastable.cli.main import main; main()"
+    )
+    words = [sys.executable, "-c", script, "data", "build", str(rows), "-t", "bytes", "--workers", "2", "-o"]
+    progress = tmp_path / "killed/pair.building/progress.json"
+    process = subprocess.Popen([*words, str(tmp_path / "killed/pair")], cwd=REPOSITORY, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (progress.exists() and '"finished_documents": 0' not in progress.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+    for name in ("killed", "whole"):
+        finished = subprocess.run(
+            [*words, str(tmp_path / name / "pair")], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+        )
+        assert finished.returncode == 0, finished.stderr
+        assert ("Going on after" in finished.stderr) == (name == "killed")
+    assert files_of(tmp_path / "killed", "pair") == files_of(tmp_path / "whole", "pair")
+
+
+def test_a_build_that_was_ended_while_its_files_were_moved_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = rows_file(tmp_path / "rows.jsonl.gz")
+    options = ["-t", "bytes", "--validation-fraction", "0.2"]
+    build(rows, "-o", tmp_path / "whole/pair", *options)
+    own = os.rename
+    for allowed in range(1, 8):
+        moved: list[Any] = []
+
+        def few(source: Any, target: Any, moved: list[Any] = moved, allowed: int = allowed) -> None:
+            if len(moved) == allowed:
+                raise Killed
+            moved.append(target)
+            own(source, target)
+
+        prefix = tmp_path / f"cut{allowed}/pair"
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(os, "rename", few)
+            CliRunner().invoke(
+                app, ["data", "build", str(rows), "-o", str(prefix), *options],
+                catch_exceptions=False, standalone_mode=False,
+            )  # fmt: skip
+        build(rows, "-o", prefix, *options)
+        assert files_of(prefix.parent, "pair") == files_of(tmp_path / "whole", "pair")
+
+
+def test_other_documents_or_options_are_built_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_file(tmp_path / "rows.jsonl.gz", line_50="{")
+    monkeypatch.setattr(token_writer, "_BATCH_CHARACTERS", 100)
+    assert command("build", rows, "-o", tmp_path / "pair", "-t", "bytes")[0] == 2
+    rows_file(rows, ["new"] * 60)
+    code, _, errors = command("build", rows, "-o", tmp_path / "pair", "-t", "bytes")
+    assert code == 0 and "Building anew: the documents or options have changed" in errors
+    assert texts_of(tmp_path / "pair") == ["new"] * 60
+
+
+@pytest.mark.parametrize("suffix", [".idx", ".bin", ".json", ".tokenizer"])
+def test_nothing_is_overwritten(tmp_path: Path, suffix: str) -> None:
+    rows = rows_file(tmp_path / "rows.jsonl.gz")
+    (tmp_path / f"pair{suffix}").write_text("mine")
+    code, _, message = command("build", rows, "-o", tmp_path / "pair", "-t", "bytes")
+    assert code == 2 and f"pair{suffix} exists, and nothing is overwritten" in message
+    assert (tmp_path / f"pair{suffix}").read_text() == "mine"
+    assert not list(tmp_path.glob("*.building"))
+
+
+def test_a_process_that_is_lost_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(tokenizer: Any, texts: Any) -> Any:
+        if texts:
+            os._exit(9)
+        return []
+
+    monkeypatch.setattr(encoding, "_encode", lose)
+    rows = rows_file(tmp_path / "rows.jsonl.gz")
+    code, _, message = command("build", rows, "-o", tmp_path / "pair", "-t", "bytes", "--workers", 2)
+    assert code == 2 and "one of 2 processes that encode was ended" in message
+
+
+def test_a_run_reads_what_was_built(tmp_path: Path) -> None:
+    rows = rows_file(tmp_path / "rows.jsonl.gz")
+    build(rows, "-o", tmp_path / "pair", "-t", "bytes", "--validation-fraction", 0.2)
+    source = {
+        "type": "indexed", "path": str(tmp_path / "pair"), "validation_path": str(tmp_path / "pair.validation"),
+    }  # fmt: skip
+    tokenizer = {"type": "transformers", "path": str(tmp_path / "pair.tokenizer")}
+    built = prepare_single(text_data(tmp_path, tmp_path / "cache", source=source, tokenizer=tokenizer), tiny_model())
+    jsonl = {"type": "jsonl", "path": str(rows)}
+    direct = prepare_single(text_data(tmp_path, tmp_path / "cache", source=jsonl), tiny_model())
+    assert built.fingerprint == direct.fingerprint
+    np.testing.assert_array_equal(built.train.tokens, direct.train.tokens)
+
+
+def test_the_cache_of_a_run_file_is_made_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_file = write_run_file(tmp_path)
+    code, output, errors = command("build", run_file, "--workers", 2)
+    assert code == 0, errors
+    assert "training and" in output
+    monkeypatch.delattr("megastable.data.corpus.write_token_store")
+    settings = run_from_dict(json.loads(run_file.read_text())).megastable
+    corpus = prepare_corpus(settings.data, settings.model, show_progress=False)
+    assert f"{corpus.num_train_tokens:,} training" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rows", "-o", "pair"], "--tokenizer: is required with --output"),
+        (["rows", "-o", "pair", "-t", "./nowhere"], "--tokenizer: there is no folder ./nowhere"),
+        (["rows", "-o", "pair", "-t", "bytes", "--set", "a=1"], "--set: goes with a run file"),
+        (["rows.json", "-t", "bytes"], "go with --output"),
+        (["./none", "-o", "pair", "-t", "bytes"], "./none does not exist; legal are a file, a folder or a glob"),
+        (["none.parquet", "-o", "pair", "-t", "bytes"], "none.parquet does not exist"),
+    ],
+)
+def test_a_command_line_that_cannot_be_obeyed_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, error = command("build", *arguments)
+    assert code == 2
+    assert error.startswith(message) or message in error
+    assert "megastable.data" not in error
+
+
+def test_text_files_are_documents(tmp_path: Path) -> None:
+    write_documents(tmp_path / "texts")
+    document = build(tmp_path / "texts", "-o", tmp_path / "out/pair", "-t", "bytes")
+    assert document["documents"] == 20

@@ -95,6 +95,8 @@ class StepResult:
     """True where a rank had been asked to stop before the end of the step."""
     vetoed: bool = False
     """True where the update was skipped although loss and gradients were finite."""
+    asked_to_save: bool = False
+    """True where a rank asked for a save after the step."""
 
 
 @dataclass(frozen=True)

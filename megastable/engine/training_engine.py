@@ -154,6 +154,7 @@ class TrainingEngine:
         learning_rate: float,
         watch: bool = False,
         veto: Callable[[Candidate], bool] = lambda candidate: False,
+        asks_to_save: bool = False,
     ) -> StepResult:
         """Run one optimizer step on the batch that the ramp-up hook applied.
 
@@ -163,8 +164,10 @@ class TrainingEngine:
             watch: measure every layer and rank during the step, see ``StepResult.watched``.
             veto: asked before the update where loss and gradients are finite; True skips it, as if the step had not
                 been. It has to answer the same on every rank.
+            asks_to_save: whether this rank asks all for a save, see ``StepResult.asked_to_save``.
         """
         engine = self.deepspeed
+        self._update.asks_to_save = asks_to_save
         self._update.veto = lambda losses, norm: veto(self._candidate(losses, norm))
         for group in engine.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -189,6 +192,7 @@ class TrainingEngine:
             watched=self._watch.finish(step_seconds) if watch else None,
             asked_to_stop=self._update.asked_to_stop,
             vetoed=self._update.vetoed,
+            asked_to_save=self._update.asked_to_save,
         )
 
     def _candidate(self, losses: float, grad_norm: float) -> Candidate:

@@ -115,6 +115,7 @@ class Totals:
     """Sum of what all ranks of the last stage have summed over their micro-batches."""
     asked_to_stop: bool
     """Whether a rank had been asked to stop."""
+    asked_to_save: bool
 
 
 class WeightUpdate:
@@ -132,6 +133,8 @@ class WeightUpdate:
         veto: asked before every update that could be applied, with what all losses sum up to and the gradient norm;
             True skips it. It has to answer the same on every rank.
         vetoed: whether it did at the last step.
+        asks_to_save: whether this rank asks all for a save after the step.
+        asked_to_save: whether any rank did at the last step; the same on every rank.
     """
 
     def __init__(
@@ -148,6 +151,8 @@ class WeightUpdate:
         self.asked_to_stop = False
         self.veto: Callable[[float, float], bool] = lambda losses, norm: False
         self.vetoed = False
+        self.asks_to_save = False
+        self.asked_to_save = False
         self._partitions = partitions
         self._gradients: Gradients = SeparateGradients(optimizer, reduced)
         if hasattr(optimizer, "fp32_groups_gradients_flat"):  # BF16_Optimizer
@@ -170,6 +175,7 @@ class WeightUpdate:
         totals = self._totals(gradients)
         norm = math.sqrt(totals.squares) / scale if totals.gradients_finite else math.inf
         self.asked_to_stop = totals.asked_to_stop
+        self.asked_to_save = totals.asked_to_save
         is_sound = totals.gradients_finite and math.isfinite(totals.losses)
         self.vetoed = is_sound and self.veto(totals.losses, norm)
         # The engine reads both after this call: the norm for its users, the other to count skipped steps.
@@ -191,7 +197,7 @@ class WeightUpdate:
 
         Tied copies and whole parameters on tensor ranks are counted on one rank only, but a bad value may be in any
         copy. Their squares travel as a second number, of which only finiteness is of interest. The third are the losses
-        of the last stage. The fourth counts the ranks that have been asked to stop: a
+        of the last stage. The others count the ranks that have been asked to stop or to save: a
         collective of its own for that would cost every step as much as this one.
         """
         counted: list[Tensor] = []
@@ -209,16 +215,18 @@ class WeightUpdate:
                 torch.stack([zero, *copies]).sum(),
                 own_loss.sum(),
                 torch.full_like(zero, self._asked_to_stop()),
+                torch.full_like(zero, self.asks_to_save),
             ]
-        )  # (4,)
+        )  # (5,)
         # inf and nan survive a sum, so every rank comes to the same decision.
         dist.all_reduce(sums)
-        squares, of_copies, of_losses, num_asked = sums.tolist()
+        squares, of_copies, of_losses, num_asked_to_stop, num_asking_to_save = sums.tolist()
         return Totals(
             squares,
             gradients_finite=math.isfinite(squares) and math.isfinite(of_copies),
             losses=of_losses,
-            asked_to_stop=num_asked > 0,
+            asked_to_stop=num_asked_to_stop > 0,
+            asked_to_save=num_asking_to_save > 0,
         )
 
     def _apply(self, gradients: list[Tensor], factor: float) -> None:

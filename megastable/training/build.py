@@ -153,7 +153,7 @@ def _train_connected(
             ):
                 recorder.record_event(event)
         checkpoints = Checkpoints(writer, monitors, recorder, run_as_dict(plan.run), corpus.fingerprint, progress)
-        last_eval_loss = train_steps(plan, engine, corpus, state, recorder, monitors, checkpoints, stop)
+        last_eval_loss = train_steps(plan, engine, corpus, state, recorder, monitors, checkpoints, stop, folder)
         recorder.note(conclusion(corpus, last_eval_loss))
 
 

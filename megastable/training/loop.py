@@ -11,6 +11,7 @@ from typing import NoReturn
 from megastable.core.batch_rampup import Batch
 from megastable.core.errors import AskedToStopError, RunStoppedError
 from megastable.core.records import Event, StepResult, TrainingState, Verdict
+from megastable.core.run_paths import RunPaths
 from megastable.core.sample_ranges import next_ranges
 from megastable.core.time_limit import TimeLimit
 from megastable.data import (
@@ -56,6 +57,7 @@ def train_steps(
     monitors: Monitors,
     checkpoints: Checkpoints,
     stop: StopRequest,
+    paths: RunPaths,
 ) -> float | None:
     """Run every step from ``state`` to the end of the plan. Collective.
 
@@ -80,6 +82,8 @@ def train_steps(
         started = time.monotonic()
         if limit.is_near(stop.elapsed_seconds):
             stop.ask(f"has no time for another step within megastable.training.time_limit = {limit.seconds:g} s")
+        if recorder.take_switch(paths.stop_switch):
+            stop.ask(f"found the file {paths.stop_switch}")
         # Samples are the clock: all consumed ones of the batch, those of applied updates of the learning rate. So a
         # skipped step moves on in the data and leaves the learning rate alone.
         batch = engine.rampup_hook.before_step(state.consumed_samples)
@@ -87,7 +91,8 @@ def train_steps(
         micro_batches = _training_data(plan, engine, corpus, order, batch, state.data_position)
         watch = monitors.should_watch_next_step or _is_due(plan, state.step + 1, settings.monitors.interval)
         guard.begin_step()
-        result = engine.train_batch(micro_batches, learning_rate, watch, guard.judge)
+        asks_to_save = recorder.take_switch(paths.save_switch)
+        result = engine.train_batch(micro_batches, learning_rate, watch, guard.judge, asks_to_save)
         samples = next_ranges(state.data_position, batch.global_batch_size, settings.training.skip_samples)
         left_out = samples[-1][1] - state.data_position - batch.global_batch_size
         state = state.advance(batch, result, settings.model.seq_length, left_out)
@@ -126,7 +131,7 @@ def train_steps(
             continue
         guard.count_step(state, result)
         limit.count_round(time.monotonic() - started)
-        save_is_due = is_save_due(plan, state.step)
+        save_is_due = is_save_due(plan, state.step) or result.asked_to_save
         if save_is_due:
             checkpoints.save(state, result.loss, eval_loss)
         for outcome in checkpoints.report():
@@ -165,7 +170,7 @@ def _stop_as_asked(
     if plan.run.megastable.checkpoint.save_interval is None:
         unsaved = "nothing was saved, since megastable.checkpoint.save_interval is null"
         raise AskedToStopError(f"{stopped}; {unsaved}", saved=False)
-    if not is_save_due(plan, state.step):
+    if not (is_save_due(plan, state.step) or result.asked_to_save):
         checkpoints.save(state, result.loss, eval_loss=None)
     outcome = checkpoints.finish()
     if outcome is None or outcome.fault is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -81,6 +82,14 @@ class Recorder:
             self.record_event(Event(state.step, state.consumed_samples, "files_lost", text, {"files": names}))
         return None
 
+    def take_switch(self, switch: Path) -> bool:
+        """Tell whether somebody has put the file ``switch`` into the run folder, and remove it."""
+        try:
+            switch.unlink()
+        except OSError:  # as a rule there is none; one that cannot be removed would be obeyed at every step
+            return False
+        return True
+
     def record(self, metrics: StepMetrics) -> None:
         """Write one step everywhere."""
         # Unbuffered: a killed run keeps every step that it finished, and `megastable watch` sees it at once.
@@ -136,6 +145,10 @@ class SilentRecorder:
     def look_after_folder(self, state: TrainingState) -> str | None:
         """Leave the folder to rank 0."""
         return None
+
+    def take_switch(self, switch: Path) -> bool:
+        """Leave the switches to rank 0."""
+        return False
 
     def record(self, metrics: StepMetrics) -> None:
         """Leave the step to rank 0."""

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from megastable.checkpoints.folder import give_back_superseded
+from megastable.checkpoints.folder import clean_up, give_back_superseded
 from megastable.core.errors import AskedToStopError, RunFolderError, RunStoppedError, UserError, shown
 from megastable.core.launch import Launch, check_port
 from megastable.core.launch_variables import rank_as_given
@@ -68,6 +68,8 @@ def _plan_and_train(request: RunRequest, held: contextlib.ExitStack) -> None:
         start = find_start(request, launch, folder, warn)
     except NothingLeftError as all_done:
         if launch.rank == 0:
+            # The run may have been killed after its last save, while it deleted an older one.
+            clean_up(folder.checkpoints)
             print(shown(str(all_done)))
         return
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megastable.checkpoints.folder import folder_name, newest_complete, step_folders
+from megastable.checkpoints.folder import DELETING_SUFFIX, PARTIAL_SUFFIX, folder_name, newest_complete, step_folders
 from megastable.core.errors import UserError
 from megastable.core.init_std import INIT_SCHEMES
 from tests.support.launches import metrics, train_command, write_run_file
@@ -222,9 +222,14 @@ def test_the_end_is_saved_by_default_and_the_start_says_what_is_kept(tmp_path: P
     assert "keeps no checkpoint (megastable.checkpoint.save_interval is null)" in finished.outputs[0]
 
 
-def test_a_resume_with_nothing_left_says_so_and_changes_nothing(trained: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_resume_with_nothing_left_says_so_and_removes_what_a_killed_run_left(
+    trained: tuple[Path, Path], tmp_path: Path
+) -> None:
     run_file, run_dir = copy_of(trained, tmp_path)
     before = contents(run_dir)
+    # It was killed after its last save, while that was cleaned up after.
+    for suffix in (DELETING_SUFFIX, PARTIAL_SUFFIX):
+        shutil.copytree(run_dir / "checkpoints" / folder_name(2), run_dir / "checkpoints" / f"{folder_name(1)}{suffix}")
     finished = run(run_file, run_dir, "--resume", "--set", "megastable.training.total_steps=4")
     assert finished.exit_codes == [0, 0], finished.output
     assert finished.output.strip().count("nothing to do: ") == 1

@@ -17,6 +17,8 @@ FEWEST_STEPS = 16
 LEAST_DEVIATION_OF_LOSS = 0.01
 """Of the median. On a plateau the loss of neighbouring steps may be almost equal."""
 LEAST_DEVIATION_OF_LOG_NORM = 0.05
+ANY_BATCH = 1
+"""A larger batch has a lower norm, which is nothing to judge; how much norms spread, by factors, it changes little."""
 SMOOTHED_STEPS = 16
 
 
@@ -36,19 +38,17 @@ class Spikes(Monitor):
     def observe(self, seen: Seen) -> Iterator[Event]:
         """Remember a step whose update was applied."""
         if not seen.result.skipped:
-            size = seen.batch.global_batch_size
-            self._losses.add(seen.result.loss, size)
-            self._log_norms.add(_log(seen.result.grad_norm), size)
+            self._losses.add(seen.result.loss, seen.batch.global_batch_size)
+            self._log_norms.add(_log(seen.result.grad_norm), ANY_BATCH)
         yield from ()
 
     def judge(self, candidate: Candidate) -> Iterator[Judgement]:
         """Yield a judgement for a loss, and one for a norm, that is too many deviations above its median."""
         if len(self._losses.values) < max(FEWEST_STEPS, self._settings.window_steps // 4):
             return
-        size = candidate.global_batch_size
         least_of_loss = LEAST_DEVIATION_OF_LOSS * abs(self._losses.median)
-        of_loss = self._losses.deviations(candidate.loss, size, least_of_loss)
-        of_norm = self._log_norms.deviations(_log(candidate.grad_norm), size, LEAST_DEVIATION_OF_LOG_NORM)
+        of_loss = self._losses.deviations(candidate.loss, candidate.global_batch_size, least_of_loss)
+        of_norm = self._log_norms.deviations(_log(candidate.grad_norm), ANY_BATCH, LEAST_DEVIATION_OF_LOG_NORM)
         if of_loss > self._settings.spike_deviations:
             text = _above(f"the loss, {candidate.loss:.4f},", of_loss, f"{self._losses.median:.4f}")
             yield Judgement(Verdict.ROLLBACK, "spike", text, {"of": "loss", "deviations": of_loss})

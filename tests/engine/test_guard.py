@@ -25,7 +25,7 @@ SNAPSHOT_INTERVAL = 5
 
 def feed_garbage(begin: int, after: int) -> None:
     """Replace the tokens of a step that begins at one of these positions by random ones."""
-    original = loop.training_micro_batches
+    original = vars(loop)["training_micro_batches"]
 
     def with_garbage(dataset: Any, order: Any, batch: Any, position: int, *rest: Any) -> Iterator[Any]:
         generator = torch.Generator().manual_seed(position)
@@ -48,9 +48,17 @@ def run_file(folder: Path, guard: str, **changes: Any) -> Path:
     )
 
 
-def run(file: Path, run_dir: Path, *flags: str, world_size: int = 1, **garbage: int) -> FinishedScript:
-    first = feed_garbage if garbage else None
-    return run_script(train_command([], file, run_dir, *flags), world_size, first=first, **garbage)
+def run(
+    file: Path,
+    run_dir: Path,
+    *flags: str,
+    world_size: int = 1,
+    begin: int = GARBAGE_AT,
+    after: int = GARBAGE_AT + BATCH,
+) -> FinishedScript:
+    """Train on garbage at the positions between."""
+    words = train_command([], file, run_dir, *flags)
+    return run_script(words, world_size, first=feed_garbage, begin=begin, after=after)
 
 
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
@@ -58,8 +66,8 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["kind"] == kind]
 
 
-ONE_STAGE = {"megastable__pipeline": {"num_stages": 1}}
-LAYOUTS = {
+ONE_STAGE: dict[str, Any] = {"megastable__pipeline": {"num_stages": 1}}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "2 stages x 2 replicas in bf16": (4, {"bf16": {"enabled": True}}),
     "2 stages x 2 replicas in fp16": (
         4, {"fp16": {"enabled": True, "initial_scale_power": 8}, "megastable__training__fp16_on_cpu": True},
@@ -80,7 +88,7 @@ def test_a_run_that_went_back_is_to_the_bit_the_one_that_left_the_samples_out(tm
     world_size, changes = LAYOUTS[layout]
     file = run_file(tmp_path, "rollback", **changes)
     flags = ["--set", "megastable.checkpoint.save_interval=10"]
-    went_back = run(file, tmp_path / "run", *flags, world_size=world_size, begin=GARBAGE_AT, after=GARBAGE_AT + BATCH)
+    went_back = run(file, tmp_path / "run", *flags, world_size=world_size)
     assert went_back.exit_codes == [0] * world_size, went_back.output
     (event,) = events(tmp_path / "run", "rollback")
     rollback = event["data"]
@@ -91,7 +99,7 @@ def test_a_run_that_went_back_is_to_the_bit_the_one_that_left_the_samples_out(tm
 
     left_out = [[rollback["first_sample"], rollback["next_sample"]]]
     never = run(file, tmp_path / "never", *flags, "--set", f"megastable.training.skip_samples={json.dumps(left_out)}",
-                world_size=world_size, begin=GARBAGE_AT, after=GARBAGE_AT + BATCH)  # fmt: skip
+                world_size=world_size)  # fmt: skip
     assert never.exit_codes == [0] * world_size, never.output
     assert untimed(metrics(tmp_path / "run")) == untimed(metrics(tmp_path / "never"))
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, NUM_STEPS + 1))
@@ -104,7 +112,7 @@ def test_a_run_that_went_back_is_to_the_bit_the_one_that_left_the_samples_out(tm
 
 def test_a_skipped_step_leaves_no_trace_but_its_samples(tmp_path: Path) -> None:
     file = run_file(tmp_path, "skip", **ONE_STAGE)
-    finished = run(file, tmp_path / "run", begin=GARBAGE_AT, after=GARBAGE_AT + BATCH)
+    finished = run(file, tmp_path / "run")
     assert finished.exit_codes == [0], finished.output
     rows = metrics(tmp_path / "run")
     assert [row["step"] for row in rows if row["vetoed"]] == [31] and rows[30]["skipped"]
@@ -122,7 +130,7 @@ def test_a_warned_step_is_applied_as_if_nobody_watched(tmp_path: Path) -> None:
     for guard, deviations in (("warn", 8), ("stop", 1e6)):
         file = run_file(tmp_path / guard, guard, **ONE_STAGE)
         flags = ["--set", f"megastable.stability.spike_deviations={deviations}"]
-        finished = run(file, tmp_path / guard / "run", *flags, begin=GARBAGE_AT, after=GARBAGE_AT + BATCH)
+        finished = run(file, tmp_path / guard / "run", *flags)
         assert finished.exit_codes == [0], finished.output
         rows[guard] = untimed(metrics(tmp_path / guard / "run"))
     assert rows["warn"] == rows["stop"]
@@ -132,7 +140,7 @@ def test_a_warned_step_is_applied_as_if_nobody_watched(tmp_path: Path) -> None:
 
 def test_a_run_may_stop_instead(tmp_path: Path) -> None:
     file = run_file(tmp_path, "stop", **ONE_STAGE)
-    finished = run(file, tmp_path / "run", begin=GARBAGE_AT, after=GARBAGE_AT + BATCH)
+    finished = run(file, tmp_path / "run")
     assert finished.exit_codes == [3] and "Traceback" not in finished.output, finished.output
     assert "the run stops at step 31: the loss, " in finished.output
     assert len(metrics(tmp_path / "run")) == 31
@@ -141,7 +149,7 @@ def test_a_run_may_stop_instead(tmp_path: Path) -> None:
 def test_a_run_that_goes_back_too_often_stops_and_tells_all(tmp_path: Path) -> None:
     file = run_file(tmp_path, "rollback", **ONE_STAGE)
     flags = ["--set", "megastable.stability.max_rollbacks=2"]
-    finished = run(file, tmp_path / "run", *flags, begin=GARBAGE_AT, after=10**9)
+    finished = run(file, tmp_path / "run", *flags, after=10**9)
     assert finished.exit_codes == [3] and "Traceback" not in finished.output, finished.output
     assert "it went back 2 times within 1000 steps (from step 31 to 20, from step 21 to 20)" in finished.output
     assert len(events(tmp_path / "run", "rollback")) == 2
@@ -153,7 +161,7 @@ def test_without_a_copy_in_memory_the_newest_whole_checkpoint_is_gone_back_to(tm
     saves = ["--set", "megastable.checkpoint.save_interval=4"]
     ended = run(file, tmp_path / "run", *saves, "--set", "megastable.training.total_steps=28")
     assert ended.exit_codes == [0], ended.output
-    resumed = run(file, tmp_path / "run", *saves, "--resume", begin=GARBAGE_AT, after=GARBAGE_AT + BATCH)
+    resumed = run(file, tmp_path / "run", *saves, "--resume")
     assert resumed.exit_codes == [0], resumed.output
     (event,) = events(tmp_path / "run", "rollback")
     assert event["data"] == {"from_step": 31, "to_step": 28, "first_sample": 28 * BATCH, "next_sample": 31 * BATCH}

@@ -111,19 +111,25 @@ def fault_of_size(path: Path, size_bytes: int) -> str | None:
 def newest_complete(checkpoints: Path, warn: Callable[[str], None], before_step: int | None = None) -> Path | None:
     """Find the complete checkpoint of the highest step; damaged ones are passed over with a warning.
 
+    So are those that were saved in a row of skipped steps, unless there is no other: the run would go on skipping.
+
     Args:
         before_step: look only at checkpoints of lower steps.
     """
+    in_skips = None
     for folder in step_folders(checkpoints):
         if before_step is not None and step_of(folder) >= before_step:
             continue
         try:
-            complete_manifest(folder)
+            manifest = complete_manifest(folder)
         except UserError as error:
             warn(f"{error}; falling back to an older checkpoint")
             continue
-        return folder
-    return None
+        if not manifest.is_in_skips:
+            return folder
+        in_skips = in_skips or folder
+        warn(f"{folder} was saved in a row of skipped steps; falling back to an older checkpoint")
+    return in_skips
 
 
 def publish(partial: Path, final: Path) -> None:

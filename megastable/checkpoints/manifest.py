@@ -26,7 +26,7 @@ from megastable.config.reading.faults import NO_VALUE, Fault
 from megastable.config.reading.messages import dotted
 from megastable.config.section import Section
 from megastable.core.errors import UserError
-from megastable.core.records import TrainingState
+from megastable.core.records import Rollback, TrainingState
 
 MANIFEST_NAME: Final = "manifest.json"
 FORMAT_VERSION: Final = 2
@@ -71,6 +71,18 @@ def _finite_number(value: object) -> object:
 Number = Annotated[int | float, BeforeValidator(_finite_number)]
 
 
+FEWEST_SKIPS_OF_A_ROW = 2
+
+
+class RollbackRecord(Section):
+    """A return of the run to an earlier state, as in ``core.records.Rollback``."""
+
+    from_step: int = Field(ge=0, le=MOST_STEPS)
+    to_step: int = Field(ge=0, le=MOST_STEPS)
+    first_sample: Count
+    next_sample: Count
+
+
 class StateRecord(Section):
     """The counts of ``core.records.TrainingState``."""
 
@@ -79,6 +91,9 @@ class StateRecord(Section):
     applied_samples: Count
     consumed_tokens: Count
     skipped_steps: Count
+    # Checkpoints that were written before samples could be left out lack both.
+    left_out_samples: Count = 0
+    rollbacks: tuple[RollbackRecord, ...] = ()
 
     @classmethod
     def of(cls, state: TrainingState) -> StateRecord:
@@ -87,7 +102,8 @@ class StateRecord(Section):
 
     def to_training_state(self) -> TrainingState:
         """Return the state that was recorded."""
-        return TrainingState(**self.model_dump())
+        rollbacks = tuple(Rollback(**rollback.model_dump()) for rollback in self.rollbacks)
+        return TrainingState(**self.model_dump(exclude={"rollbacks"}), rollbacks=rollbacks)
 
     @model_validator(mode="after")
     def _parts_are_within_their_wholes(self) -> StateRecord:
@@ -202,6 +218,12 @@ class Manifest(Section):
     """By their names in the folder."""
     tensors: dict[str, TensorRecord]
     """By their global names."""
+
+    @property
+    def is_in_skips(self) -> bool:
+        """Tell whether the run had skipped several steps in a row when it was saved, and may go on with that."""
+        skips = self.monitors.get("skipped_steps", {}).get("consecutive_skips")
+        return isinstance(skips, int) and skips >= FEWEST_SKIPS_OF_A_ROW
 
     @model_validator(mode="after")
     def _pieces_lie_in_listed_files(self) -> Manifest:

@@ -28,6 +28,7 @@ from megastable.core.memory import GIB
 from megastable.planning.calibration import CalibrationFile
 from megastable.planning.data_sheet_cost import Machine
 from megastable.planning.forecast import Basis, Forecast, PhaseForecast, forecast
+from megastable.planning.memory import host_copies
 from megastable.planning.micro_batches import load_plan
 from megastable.planning.run_plan import RunPlan, load_run
 from megastable.planning.search import Candidate, search_layouts
@@ -106,6 +107,7 @@ def _show_forecast(result: Forecast, name: str, devices_assumed: bool) -> None:
     console.print(_ramp_table(result))
     console.print(_memory_table(result))
     console.print(shown(_fit(result)))
+    console.print(shown(str(host_copies(result.plan))))
     _print_assumptions(console, result.assumptions)
 
 

@@ -28,6 +28,7 @@ from megastable.config.lr_schedule import LrScheduleConfig
 from megastable.config.model import ModelConfig
 from megastable.config.parallelism import PipelineConfig, TensorParallelConfig
 from megastable.config.section import Section
+from megastable.config.stability import StabilityConfig
 from megastable.config.training import CheckpointConfig, InitConfig, LoggingConfig, MonitorsConfig, TrainingConfig
 
 CUSTOMARY_CLIP_NORM = 0.5
@@ -69,6 +70,9 @@ class MegastableConfig(Section):
     training: TrainingConfig = Field(description="How long to train, and how to evaluate.")
     monitors: MonitorsConfig = Field(
         default_factory=MonitorsConfig, description="What is watched while a run goes on, and how often."
+    )
+    stability: StabilityConfig = Field(
+        default_factory=StabilityConfig, description="What becomes of a step that stands out from those before it."
     )
     checkpoint: CheckpointConfig = Field(
         default_factory=CheckpointConfig,

@@ -80,6 +80,28 @@ def _seconds_or_clock(value: object) -> object:
     )
 
 
+def _range_of_samples(value: object) -> object:
+    # Python has no JSON array of two: a list comes in, a tuple goes on.
+    if isinstance(value, list | tuple) and len(value) == 2:
+        first, after = value
+        are_numbers = all(isinstance(number, int) and not isinstance(number, bool) for number in value)
+        if are_numbers and 0 <= first < after <= MOST_SAMPLES:
+            return (first, after)
+    raise PydanticCustomError("range", "must be [first, after the last], two whole numbers from 0, the second larger")
+
+
+SampleRange = Annotated[
+    tuple[int, int],
+    BeforeValidator(
+        _range_of_samples,
+        json_schema_input_type=Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2, max_length=2)],
+    ),
+]
+"""The type of a key that holds a range of positions in the order of the samples."""
+
+MOST_RANGES = 1000
+"""More are a filter of the data, and looked up in every step."""
+
 Duration = Annotated[
     float | None,
     BeforeValidator(
@@ -114,6 +136,12 @@ class TrainingConfig(Section):
         default=None,
         description='Seconds, or "HH:MM:SS", after which the processes of a run have ended: it stops and saves while '
         "a save still fits. Counted from the start of the process; null: no limit.",
+    )
+    skip_samples: tuple[SampleRange, ...] = Field(
+        default=(),
+        max_length=MOST_RANGES,
+        description="Ranges [first, after the last] of positions in the order of the samples that are left out, such "
+        "as [[4000, 4096]]; a run counts its position as data_position in its metrics.",
     )
     # For runs that have to be reproduced: another number of processes changes the order of floating-point sums.
     world_size: int | None = Field(

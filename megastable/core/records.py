@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from enum import IntEnum
 from typing import Any
 
 from megastable.core.batch_rampup import Batch
@@ -41,6 +42,40 @@ class Event:
     data: dict[str, Any]
 
 
+class Verdict(IntEnum):
+    """What should become of a step, from harmless to hopeless."""
+
+    CONTINUE = 0
+    WARN = 1
+    SKIP = 2
+    """Without this update: the samples are used up, weights and moments stay."""
+    ROLLBACK = 3
+    """Back to a state before the harm was done, and past the samples since then."""
+    STOP = 4
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A step whose update has not been applied yet; the same on every rank."""
+
+    loss: float
+    """Token mean over the global batch."""
+    grad_norm: float
+    """As in ``StepResult``; finite, like the loss: what is not is skipped whatever anybody thinks of it."""
+    global_batch_size: int
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a monitor thinks of a step before its update, and why."""
+
+    verdict: Verdict
+    kind: str
+    """Of the event that tells it."""
+    text: str
+    data: dict[str, Any]
+
+
 @dataclass(frozen=True)
 class StepResult:
     """The outcome of one optimizer step; every value but the seconds is the same on every rank."""
@@ -52,12 +87,29 @@ class StepResult:
     loss_scale: float
     """The scale that this step's loss was multiplied by."""
     skipped: bool
-    """True where the update was not applied because a gradient or the loss was not finite."""
+    """True where the update was not applied: a gradient or the loss was not finite, or the update was vetoed."""
     step_seconds: float
     watched: Watched | None = None
     """None where the step was not watched."""
     asked_to_stop: bool = False
     """True where a rank had been asked to stop before the end of the step."""
+    vetoed: bool = False
+    """True where the update was skipped although loss and gradients were finite."""
+    asked_to_save: bool = False
+    """True where a rank asked for a save after the step."""
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """A return to an earlier state."""
+
+    from_step: int
+    """At which the run went back."""
+    to_step: int
+    first_sample: int
+    """The first position in the order of the samples that was left out."""
+    next_sample: int
+    """The position after the last one; the same as the first where none was left out."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +118,27 @@ class TrainingState:
 
     step: int = 0
     consumed_samples: int = 0
-    """Position in the data and on the batch ramp; skipped steps move it too."""
+    """Position on the batch ramp; skipped steps move it too."""
     applied_samples: int = 0
     """Samples of applied updates: the clock of the learning rate, which a skipped step leaves alone."""
     consumed_tokens: int = 0
     skipped_steps: int = 0
+    left_out_samples: int = 0
+    """Samples of the order that were passed over."""
+    rollbacks: tuple[Rollback, ...] = ()
+    """All of this run so far, oldest first."""
 
-    def advance(self, batch: Batch, result: StepResult, seq_length: int) -> TrainingState:
-        """Return the state after a step on ``batch``."""
+    @property
+    def data_position(self) -> int:
+        """Return the position in the order of the samples, ahead of those consumed where some were left out."""
+        return self.consumed_samples + self.left_out_samples
+
+    def advance(self, batch: Batch, result: StepResult, seq_length: int, left_out_samples: int = 0) -> TrainingState:
+        """Return the state after a step on ``batch``.
+
+        Args:
+            left_out_samples: passed over before the last sample of the step.
+        """
         # A skipped step uses up its samples, or it would meet the same ones again, but it trains on none.
         applied_now = 0 if result.skipped else batch.global_batch_size
         return TrainingState(
@@ -82,16 +147,13 @@ class TrainingState:
             applied_samples=self.applied_samples + applied_now,
             consumed_tokens=self.consumed_tokens + batch.global_batch_size * seq_length,
             skipped_steps=self.skipped_steps + result.skipped,
+            left_out_samples=self.left_out_samples + left_out_samples,
+            rollbacks=self.rollbacks,
         )
 
-    def to_dict(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> TrainingState:
-        """Restore the state from the values of ``to_dict``."""
-        return cls(**values)
 
 
 FRESH = TrainingState()

@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 
 NORMAL_CONSISTENCY = 1.4826
 """Ratio of the standard deviation to the median absolute deviation, of normally distributed values."""
@@ -41,3 +42,45 @@ class RollingDeviation:
             return None
         changes = [abs(after - before) for before, after in itertools.pairwise(values)]
         return NORMAL_CONSISTENCY * statistics.median(changes) / math.sqrt(2)
+
+
+class WindowOfBatches:
+    """Holds the last values of a number that is a mean over a batch, and tells how far another one is from them.
+
+    The noise of such a mean falls with the root of the batch, which a ramp lets grow, so that distances from the middle
+    are compared times the root of their batch.
+    """
+
+    def __init__(self, window: int, values: Sequence[tuple[float, int]] = ()) -> None:
+        self._values: deque[tuple[float, int]] = deque(values, maxlen=window)
+
+    def add(self, value: float, batch_size: int) -> None:
+        """Take in the next value."""
+        self._values.append((value, batch_size))
+
+    @property
+    def values(self) -> list[tuple[float, int]]:
+        """Return values and batch sizes, oldest first."""
+        return list(self._values)
+
+    @property
+    def median(self) -> float:
+        """Return the middle of the values.
+
+        Raises:
+            StatisticsError: there are none.
+        """
+        return statistics.median(value for value, _ in self._values)
+
+    def deviations(self, value: float, batch_size: int, least_deviation: float) -> float:
+        """Return how many standard deviations ``value`` is above the median; negative below it.
+
+        The standard deviation is 1.4826 times the median absolute deviation.
+
+        Args:
+            least_deviation: is assumed where the values are more equal than that, as they never stay.
+        """
+        median = self.median
+        distances = [abs(other - median) * math.sqrt(size) for other, size in self._values]
+        deviation = NORMAL_CONSISTENCY * statistics.median(distances) / math.sqrt(batch_size)
+        return (value - median) / max(deviation, least_deviation)

@@ -47,6 +47,16 @@ class RunPaths:
         """Return the file that names the process that writes the folder, or has written it last."""
         return self.path / "run.lock"
 
+    @property
+    def stop_switch(self) -> Path:
+        """Return the file whose appearance asks the run to save and stop."""
+        return self.path / "STOP"
+
+    @property
+    def save_switch(self) -> Path:
+        """Return the file whose appearance asks the run to save."""
+        return self.path / "SAVE"
+
     def check_writable(self) -> None:
         """Check that a run can write here, and leave nothing behind.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from megastable.core.batch_rampup import Batch
+from megastable.core.sample_ranges import SampleRange, next_ranges
 from megastable.data.blended import Order, Samples
 from megastable.data.sample_order import SampleOrder
 
@@ -26,11 +27,16 @@ def training_micro_batches(
     dataset: Samples,
     order: Order,
     batch: Batch,
-    consumed_samples: int,
+    position: int,
     replica: int,
     num_replicas: int,
+    left_out: Sequence[SampleRange] = (),
 ) -> Iterator[MicroBatch]:
     """Iterate over one replica's share of one step: exactly ``batch.num_microbatches`` items.
+
+    Args:
+        position: in the order, from which the step takes its samples.
+        left_out: ranges of positions that are passed over.
 
     The loss denominator is (valid tokens of the whole global batch) / (num_microbatches * num_replicas), so the plain
     mean over micro-batches and replicas of (summed token losses / denominator) is the global batch's token mean.
@@ -42,7 +48,8 @@ def training_micro_batches(
     if rows_per_round * batch.num_microbatches != batch.global_batch_size:
         raise ValueError(f"{batch} does not multiply out over {num_replicas} replicas")
     # All replicas compute the whole step's samples, which are few, and read only their own.
-    positions = consumed_samples + np.arange(batch.global_batch_size)  # (global batch,)
+    ranges = next_ranges(position, batch.global_batch_size, left_out)
+    positions = np.concatenate([np.arange(first, after) for first, after in ranges])  # (global batch,)
     samples = order(positions).tolist()
     return _share(dataset, samples, batch.micro_batch_size, replica, num_replicas)
 

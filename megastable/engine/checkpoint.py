@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megastable.checkpoints.folder import complete_manifest, newest_complete, step_of
 from megastable.checkpoints.manifest import (
     FileRecord,
     LayoutRecord,
@@ -150,6 +151,34 @@ def shared_faults(folder: Path, manifest: Manifest) -> list[str]:
     everywhere: list[list[str | None]] = [[]] * world_size
     dist.all_gather_object(everywhere, own)
     return [fault for faults in everywhere for fault in faults if fault is not None]
+
+
+def load_newest(
+    checkpoints: Path,
+    before_step: int,
+    state: ModelState,
+    layout: ParallelLayout,
+    seed: int,
+    warn: Callable[[str], None],
+) -> Manifest | None:
+    """Load the newest whole checkpoint of a lower step than ``before_step``, and return its manifest. Collective.
+
+    Args:
+        warn: is told of those that are passed over.
+
+    Returns:
+        None where no checkpoint is whole.
+    """
+    folder = newest_complete(checkpoints, warn, before_step)
+    while folder is not None:
+        manifest = complete_manifest(folder)
+        faults = shared_faults(folder, manifest)
+        if not faults:
+            load_checkpoint(folder, manifest, state, layout, seed)
+            return manifest
+        warn(f"{folder} is damaged: {', '.join(faults)}; falling back to an older checkpoint")
+        folder = newest_complete(checkpoints, warn, before_step=step_of(folder))
+    return None
 
 
 def load_checkpoint(

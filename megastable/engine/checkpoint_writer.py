@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megastable.checkpoints.folder import PARTIAL_SUFFIX, folder_name, publish
+from megastable.checkpoints.folder import PARTIAL_SUFFIX, delete, folder_name, publish, step_folders, step_of
 from megastable.checkpoints.manifest import write_manifest
 from megastable.checkpoints.thinning import space_fault, thin
 from megastable.checkpoints.tokenizer_files import write_tokenizer_files
@@ -67,6 +67,9 @@ class CheckpointWriter:
         config: whether to write in the background, and which checkpoints to keep.
         loss: asked on rank 0, from the thread: says that the folder is another run's by now, so that nothing may be
             written or deleted there; None while it is this run's.
+
+    Attributes:
+        checkpoints: the folder.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class CheckpointWriter:
         config: CheckpointConfig,
         loss: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self._checkpoints = checkpoints
+        self.checkpoints = checkpoints
         self._state = state
         self._layout = layout
         self._config = config
@@ -123,9 +126,16 @@ class CheckpointWriter:
             self._ended.append(self._under_way.result())
             self._under_way = None
 
+    def delete_after(self, step: int) -> None:
+        """Delete the checkpoints of later steps, which a run has gone back from, on rank 0; none may be under way."""
+        if self._rank == 0 and self._loss() is None:
+            for folder in step_folders(self.checkpoints):
+                if step_of(folder) > step:
+                    delete(folder)
+
     def _write(self, record: RunRecord, snapshot: Snapshot, started: float, stall_seconds: float) -> SaveOutcome:
         step = record.state.step
-        final = self._checkpoints / folder_name(step)
+        final = self.checkpoints / folder_name(step)
         fault = self._attempt(final, record, snapshot)
         for _ in range(ATTEMPTS - 1):
             if fault is not None:
@@ -167,8 +177,8 @@ class CheckpointWriter:
             return lost
         shutil.rmtree(partial_folder, ignore_errors=True)  # of an attempt that failed
         # Before the first save there is none, and of a folder that is not there the free space is not known.
-        self._checkpoints.mkdir(parents=True, exist_ok=True)
-        fault = space_fault(self._checkpoints, self._bytes_of_all)
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        fault = space_fault(self.checkpoints, self._bytes_of_all)
         if fault is None:
             partial_folder.mkdir()
         return fault
@@ -199,7 +209,7 @@ class CheckpointWriter:
         if self._loss() is not None:
             return None
         try:
-            thin(self._checkpoints, step, self._config)
+            thin(self.checkpoints, step, self._config)
         except OSError as error:
             return f"an older checkpoint cannot be deleted: {error}"
         return None

@@ -15,7 +15,7 @@ from megastable.config import RunConfig
 from megastable.core.batch_rampup import Batch, BatchRampup
 from megastable.core.layout import ParallelLayout
 from megastable.core.memory import reduce_bucket_elements
-from megastable.core.records import StepResult
+from megastable.core.records import Candidate, StepResult
 from megastable.data import MicroBatch
 from megastable.engine.consistency import ConsistencyCheck
 from megastable.engine.deepspeed_config import deepspeed_config
@@ -162,7 +162,12 @@ class TrainingEngine:
         return bool(self._documents or self.deepspeed.is_first_stage() or self.deepspeed.is_last_stage())
 
     def train_batch(
-        self, micro_batches: Iterator[MicroBatch] | None, learning_rate: float, watch: bool = False
+        self,
+        micro_batches: Iterator[MicroBatch] | None,
+        learning_rate: float,
+        watch: bool = False,
+        veto: Callable[[Candidate], bool] = lambda candidate: False,
+        asks_to_save: bool = False,
     ) -> StepResult:
         """Run one optimizer step on the batch that the ramp-up hook applied.
 
@@ -170,8 +175,13 @@ class TrainingEngine:
             micro_batches: exactly ``num_microbatches`` items on ranks that need data, None elsewhere.
             learning_rate: the learning rate of this step.
             watch: measure every layer and rank during the step, see ``StepResult.watched``.
+            veto: asked before the update where loss and gradients are finite; True skips it, as if the step had not
+                been. It has to answer the same on every rank.
+            asks_to_save: whether this rank asks all for a save, see ``StepResult.asked_to_save``.
         """
         engine = self.deepspeed
+        self._update.asks_to_save = asks_to_save
+        self._update.veto = lambda losses, norm: veto(self._candidate(losses, norm))
         for group in engine.optimizer.param_groups:
             group["lr"] = learning_rate
         # Read before the step, which may change it: this is the scale of the step's own gradients.
@@ -194,7 +204,15 @@ class TrainingEngine:
             step_seconds=step_seconds,
             watched=self._watch.finish(step_seconds) if watch else None,
             asked_to_stop=self._update.asked_to_stop,
+            vetoed=self._update.vetoed,
+            asked_to_save=self._update.asked_to_save,
         )
+
+    def _candidate(self, losses: float, grad_norm: float) -> Candidate:
+        # Every replica's losses are in the sum, once for each of its tensor ranks.
+        copies = self.layout.data_parallel_size * self.layout.tensor_parallel_size
+        loss = losses / (self.deepspeed.gradient_accumulation_steps() * copies)
+        return Candidate(loss, grad_norm, self.deepspeed.train_batch_size())
 
     def snapshot(self, reused: Snapshot | None = None) -> Snapshot:
         """Copy all that training changes to host memory, between two steps.

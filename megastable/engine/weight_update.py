@@ -111,9 +111,11 @@ class Totals:
     """Sum of squares of the gradients, each parameter counted once; still scaled."""
     gradients_finite: bool
     """Whether every copy of every gradient is finite."""
-    loss_finite: bool
+    losses: float
+    """Sum of what all ranks of the last stage have summed over their micro-batches."""
     asked_to_stop: bool
     """Whether a rank had been asked to stop."""
+    asked_to_save: bool
 
 
 class WeightUpdate:
@@ -128,6 +130,11 @@ class WeightUpdate:
 
     Attributes:
         asked_to_stop: whether any rank had been at the last step; the same on every rank.
+        veto: asked before every update that could be applied, with what all losses sum up to and the gradient norm;
+            True skips it. It has to answer the same on every rank.
+        vetoed: whether it did at the last step.
+        asks_to_save: whether this rank asks all for a save after the step.
+        asked_to_save: whether any rank did at the last step; the same on every rank.
     """
 
     def __init__(
@@ -142,6 +149,10 @@ class WeightUpdate:
         self._loss = loss
         self._asked_to_stop = asked_to_stop
         self.asked_to_stop = False
+        self.veto: Callable[[float, float], bool] = lambda losses, norm: False
+        self.vetoed = False
+        self.asks_to_save = False
+        self.asked_to_save = False
         self._partitions = partitions
         self._gradients: Gradients = SeparateGradients(optimizer, reduced)
         if hasattr(optimizer, "fp32_groups_gradients_flat"):  # BF16_Optimizer
@@ -156,7 +167,7 @@ class WeightUpdate:
         """Clip and apply the gradients, or skip them on all ranks where one of them is not finite; collective.
 
         They are skipped, too, where the loss is not finite: an id that the vocabulary lacks gives such a loss, and
-        gradients that look sound.
+        gradients that look sound; and where ``veto`` says so.
         """
         optimizer = self._optimizer
         gradients = self._gradients.collect()
@@ -164,16 +175,19 @@ class WeightUpdate:
         totals = self._totals(gradients)
         norm = math.sqrt(totals.squares) / scale if totals.gradients_finite else math.inf
         self.asked_to_stop = totals.asked_to_stop
-        is_sound = totals.gradients_finite and totals.loss_finite
+        self.asked_to_save = totals.asked_to_save
+        is_sound = totals.gradients_finite and math.isfinite(totals.losses)
+        self.vetoed = is_sound and self.veto(totals.losses, norm)
         # The engine reads both after this call: the norm for its users, the other to count skipped steps.
         optimizer._global_grad_norm = norm
-        optimizer.overflow = not is_sound
-        if is_sound:
+        optimizer.overflow = not is_sound or self.vetoed
+        if not optimizer.overflow:
             # Unscaling and clipping are one factor, so they cost one pass together, and none where it is 1.
             self._apply(gradients, clip_coefficient(norm, optimizer.clip_grad) / scale)
         self._gradients.clear()
-        # A loss is not scaled, so that one which alone is not finite says nothing of the scale.
-        if hasattr(optimizer, "loss_scaler") and (is_sound or not totals.gradients_finite):
+        # A loss is not scaled: one which alone is not finite says nothing of the scale. Neither does a veto.
+        says_of_scale = not totals.gradients_finite or (is_sound and not self.vetoed)
+        if hasattr(optimizer, "loss_scaler") and says_of_scale:
             # Only now: these gradients were made with the scale as it was. DeepSpeed updates it before it unscales, so
             # that a step at which the scale doubles applies half of its gradient.
             optimizer._update_scale(not totals.gradients_finite)
@@ -182,8 +196,8 @@ class WeightUpdate:
         """Sum the squares of the gradients over the model, and find on all ranks what is not finite; collective.
 
         Tied copies and whole parameters on tensor ranks are counted on one rank only, but a bad value may be in any
-        copy. Their squares travel as a second number, of which only finiteness is of interest, as it is of the third,
-        the losses of the last stage. The fourth counts the ranks that have been asked to stop: a
+        copy. Their squares travel as a second number, of which only finiteness is of interest. The third are the losses
+        of the last stage. The others count the ranks that have been asked to stop or to save: a
         collective of its own for that would cost every step as much as this one.
         """
         counted: list[Tensor] = []
@@ -201,16 +215,18 @@ class WeightUpdate:
                 torch.stack([zero, *copies]).sum(),
                 own_loss.sum(),
                 torch.full_like(zero, self._asked_to_stop()),
+                torch.full_like(zero, self.asks_to_save),
             ]
-        )  # (4,)
+        )  # (5,)
         # inf and nan survive a sum, so every rank comes to the same decision.
         dist.all_reduce(sums)
-        squares, of_copies, of_losses, num_asked = sums.tolist()
+        squares, of_copies, of_losses, num_asked_to_stop, num_asking_to_save = sums.tolist()
         return Totals(
             squares,
             gradients_finite=math.isfinite(squares) and math.isfinite(of_copies),
-            loss_finite=math.isfinite(of_losses),
-            asked_to_stop=num_asked > 0,
+            losses=of_losses,
+            asked_to_stop=num_asked_to_stop > 0,
+            asked_to_save=num_asking_to_save > 0,
         )
 
     def _apply(self, gradients: list[Tensor], factor: float) -> None:

@@ -14,7 +14,7 @@ from megastable.config import RunConfig
 from megastable.config.stages import StageCut
 from megastable.core.batch_rampup import Batch, RampPhase, RunLength
 from megastable.core.layout import ParallelLayout
-from megastable.core.records import Event, StepResult, TrainingState
+from megastable.core.records import Candidate, Event, Judgement, StepResult, TrainingState
 
 STOP = "stop"
 """The kind of an event after which the run stops, on all ranks together."""
@@ -82,7 +82,8 @@ class Seen:
 class Monitor(ABC):
     """Watches one thing in every step of a run.
 
-    Only ``observe`` has to be written; the other methods are those of a monitor that measures and remembers nothing.
+    Only ``observe`` has to be written; the other methods are those of a monitor that measures and remembers nothing and
+    lets every update pass.
     """
 
     metric_names: Sequence[str] = ()
@@ -97,6 +98,10 @@ class Monitor(ABC):
     @abstractmethod
     def observe(self, seen: Seen) -> Iterator[Event]:
         """Take in a step and yield the events that it gives rise to; ``yield from ()`` where it never gives any."""
+
+    def judge(self, candidate: Candidate) -> Iterator[Judgement]:
+        """Yield what this monitor thinks of a step before its update; remembers nothing, that is ``observe``'s."""
+        yield from ()
 
     def values(self) -> Mapping[str, float]:
         """Return numbers for the metrics of the step that was just observed; a name may be missing at some steps."""

@@ -123,6 +123,11 @@ class SkippedSteps(Monitor):
             self._consecutive_skips = 0
             return
         scale = seen.result.loss_scale
+        if seen.result.vetoed:
+            # The event of whoever vetoed it has told.
+            self._consecutive_skips += 1
+            yield from self._stop_after_too_many(seen)
+            return
         reason = reason_of_skip(seen.result.grad_norm)
         overflowed = self._fp16.enabled and not math.isfinite(seen.result.grad_norm)
         if overflowed:
@@ -134,9 +139,13 @@ class SkippedSteps(Monitor):
             self._consecutive_skips = 0
         else:
             self._consecutive_skips += 1
-        if self._consecutive_skips >= self.plan.run.megastable.monitors.max_skips_at_min_scale:
-            skips = self._consecutive_skips
-            yield seen.event(STOP, self._diagnosis(seen), skips_in_a_row=skips, loss_scale=scale)
+        yield from self._stop_after_too_many(seen)
+
+    def _stop_after_too_many(self, seen: Seen) -> Iterator[Event]:
+        skips = self._consecutive_skips
+        if skips >= self.plan.run.megastable.monitors.max_skips_at_min_scale:
+            data = {"skips_in_a_row": skips, "loss_scale": seen.result.loss_scale}
+            yield seen.event(STOP, self._diagnosis(seen), **data)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the count of skips, and whether the next step should be watched."""
@@ -166,6 +175,12 @@ class SkippedSteps(Monitor):
             scale = f"the loss scale is at its minimum, fp16.min_loss_scale = {self._fp16.min_loss_scale}"
         reason = reason_of_skip(seen.result.grad_norm)
         skips = f"{self._consecutive_skips} steps in a row were skipped, the last, step {seen.state.step}, because"
+        if seen.result.vetoed:
+            return (
+                f"{skips} loss or gradient norm stood out from the steps before. What stays like that is no bad batch: "
+                "the weights are harmed, or the data has changed. Go on from a checkpoint before the first of them, "
+                'with megastable.stability.guard "rollback" or a lower learning rate.'
+            )
         if math.isfinite(seen.result.grad_norm):
             return (
                 f"{skips} {reason}. So look at the data: an id of a token that the vocabulary does not have gives such "

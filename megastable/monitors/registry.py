@@ -6,7 +6,8 @@ from collections.abc import Collection
 from typing import Any
 
 from megastable.core.errors import UserError
-from megastable.core.records import Event
+from megastable.core.records import Candidate, Event, Judgement
+from megastable.monitors.course import Divergence, Spikes
 from megastable.monitors.monitor import Monitor, PlannedRun, Seen
 from megastable.monitors.numbers import FirstLoss, Headroom, LossVolatility, SkippedSteps
 from megastable.monitors.work_split import Epochs, RampSteps, StageBalance
@@ -18,6 +19,8 @@ MONITORS: dict[str, type[Monitor]] = {
     "skipped_steps": SkippedSteps,
     "headroom": Headroom,
     "loss_volatility": LossVolatility,
+    "spikes": Spikes,
+    "divergence": Divergence,
     "stage_balance": StageBalance,
 }
 """Name, under which a checkpoint keeps its state, to monitor. Events of the monitors come in this order."""
@@ -36,6 +39,10 @@ class Monitors:
     def __init__(self, plan: PlannedRun, step_metrics: Collection[str] = ()) -> None:
         self._monitors: dict[str, Monitor] = {name: kind(plan) for name, kind in MONITORS.items()}
         self._check_metric_names(step_metrics)
+
+    def judge(self, candidate: Candidate) -> list[Judgement]:
+        """Ask every monitor what it thinks of a step before its update, in the registry's order."""
+        return [judgement for monitor in self._monitors.values() for judgement in monitor.judge(candidate)]
 
     def observe(self, seen: Seen) -> list[Event]:
         """Show a step to every monitor and return their events, in the registry's order."""

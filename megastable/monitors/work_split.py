@@ -57,7 +57,7 @@ class RampSteps(Monitor):
 class Epochs(Monitor):
     """Measures how often the training samples were read, and reports where an epoch ends.
 
-    It remembers nothing: the epoch follows from the samples consumed.
+    It remembers nothing: the epoch follows from the position in the order of the samples.
     """
 
     metric_names = ("epoch",)
@@ -71,10 +71,10 @@ class Epochs(Monitor):
         samples = seen.samples_per_epoch
         if samples is None:
             return
-        consumed = seen.state.consumed_samples
-        self._epoch = consumed / samples
-        completed, of_next = divmod(consumed, samples)
-        if completed == (consumed - seen.batch.global_batch_size) // samples:
+        position = seen.state.data_position
+        self._epoch = position / samples
+        completed, of_next = divmod(position, samples)
+        if completed == (position - seen.batch.global_batch_size) // samples:
             return
         text = f"epoch {completed} is complete: each of the {samples:,} training samples was read {completed} times"
         if of_next:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megastable.config.stages import model_parts, model_shape
 from megastable.core.activations import ActivationSettings, activation_bytes
 from megastable.core.batch_rampup import Batch
 from megastable.core.layers import StageLayers
-from megastable.core.memory import MemoryUse, memory_use, reduce_bucket_elements
+from megastable.core.memory import GIB, MemoryUse, memory_use, reduce_bucket_elements
 from megastable.planning.number_formats import communication_bytes, number_format
 from megastable.planning.run_plan import RunPlan
+
+STATE_BYTES = 12
+"""Of a parameter: master weight and both moments in fp32."""
 
 
 def stage_memory(plan: RunPlan, on_cpu: bool, batches: Sequence[Batch] | None = None) -> list[MemoryUse]:
@@ -38,6 +42,41 @@ def fullest_stage(plan: RunPlan, on_cpu: bool, batch: Batch) -> tuple[int, float
     }
     fullest = max(totals, key=lambda number: totals[number])
     return fullest, totals[fullest]
+
+
+@dataclass(frozen=True)
+class HostCopies:
+    """The copies of the optimizer's state that a process of the fullest stage holds in host memory."""
+
+    uses: tuple[str, ...]
+    """What each of them is for."""
+    bytes_each: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the bytes of all copies together."""
+        return self.bytes_each * len(self.uses)
+
+    def __str__(self) -> str:
+        """Describe them in a line."""
+        if not self.uses:
+            return "host memory: no copy of the state"
+        each = self.bytes_each / GIB
+        return f"host memory: {self.total_bytes / GIB:.3g} GiB a process; {each:.3g} for each of {', '.join(self.uses)}"
+
+
+def host_copies(plan: RunPlan) -> HostCopies:
+    """List the copies of the state that a run holds in host memory, and count their bytes."""
+    settings = plan.run.megastable
+    uses = []
+    if settings.checkpoint.asynchronous and settings.checkpoint.save_interval is not None:
+        uses.append("a save in the background")
+    if settings.stability.guard == "rollback":
+        interval = settings.stability.snapshot_interval
+        uses += ["the last good state", f"a state on trial (a copy every {interval:,} steps)"]
+    most_parameters = max(plan.stage_parameters(stage) for stage in plan.cut.stages)
+    held = -(-most_parameters // plan.layout.data_parallel_size)
+    return HostCopies(tuple(uses), STATE_BYTES * held)
 
 
 def _memory_of_stage(

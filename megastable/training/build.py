@@ -169,7 +169,7 @@ def _train_connected(
             {} if lock is None else read_tokenizer_files(corpus.tokenizer_path),
             progress,
         )
-        last_eval_loss = train_steps(plan, engine, corpus, state, recorder, monitors, checkpoints, stop)
+        last_eval_loss = train_steps(plan, engine, corpus, state, recorder, monitors, checkpoints, stop, folder)
         recorder.note(conclusion(corpus, last_eval_loss))
 
 

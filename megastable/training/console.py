@@ -128,7 +128,9 @@ def summary(metrics: StepMetrics) -> str:
         f"{metrics.tokens_per_second:,.0f} tokens/s",
         f"{metrics.tflops_per_device:.3g} TFLOPs",
     ]
-    if metrics.skipped:
+    if metrics.vetoed:
+        parts.append("SKIPPED: it stands out")
+    elif metrics.skipped:
         parts.append(f"SKIPPED: {reason_of_skip(metrics.grad_norm)}")
     if metrics.eval_loss is not None:
         parts.append(f"eval loss {metrics.eval_loss:.4f}")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import NoReturn
 
 from megastable.core.batch_rampup import Batch
 from megastable.core.errors import AskedToStopError, RunStoppedError
-from megastable.core.records import Event, StepResult, TrainingState
+from megastable.core.records import Event, StepResult, TrainingState, Verdict
+from megastable.core.run_paths import RunPaths
+from megastable.core.sample_ranges import next_ranges
 from megastable.core.time_limit import TimeLimit
 from megastable.data import BlendedCorpus, Corpus, MicroBatch, Order, training_micro_batches
 from megastable.engine.checkpoint import num_state_bytes
@@ -23,6 +26,7 @@ from megastable.planning.run_plan import RunPlan
 from megastable.training.evaluation import evaluate
 from megastable.training.metrics import StepMetrics
 from megastable.training.recorder import Recorder, SilentRecorder
+from megastable.training.recovery import Guard, returned
 from megastable.training.saving import Checkpoints
 
 UNEQUAL_WEIGHTS = (
@@ -30,6 +34,10 @@ UNEQUAL_WEIGHTS = (
     "the last checkpoint, on other devices:"
 )
 
+UNEQUAL = "unequal"
+"""Key of such an event's data: the differences."""
+REASONS_TO_LEAVE = ("spike", "divergence", STOP)
+"""Kinds of events after which a run may stop or go back."""
 ASKED_TO_STOP = "asked_to_stop"
 """The kind of the event that somebody or the clock has asked the run to stop."""
 
@@ -43,6 +51,7 @@ def train_steps(
     monitors: Monitors,
     checkpoints: Checkpoints,
     stop: StopRequest,
+    paths: RunPaths,
 ) -> float | None:
     """Run every step from ``state`` to the end of the plan. Collective.
 
@@ -59,24 +68,32 @@ def train_steps(
     limit = TimeLimit(settings.training.time_limit or math.inf, num_state_bytes(engine.model_state.partitions))
     last_eval_loss: float | None = None
 
+    guard = Guard(settings.stability, engine, monitors)
+    guard.begin(state)
     stop.begin_training()
     while state.step < plan.length.total_steps:
         engine.progress.begin_step(state.step + 1)
         started = time.monotonic()
         if limit.is_near(stop.elapsed_seconds):
             stop.ask(f"has no time for another step within megastable.training.time_limit = {limit.seconds:g} s")
-        # Samples are the clock: all consumed ones of batch and data, those of applied updates of the learning rate. So
-        # a skipped step moves on in the data and leaves the learning rate alone.
+        if recorder.take_switch(paths.stop_switch):
+            stop.ask(f"found the file {paths.stop_switch}")
+        # Samples are the clock: all consumed ones of the batch, those of applied updates of the learning rate. So a
+        # skipped step moves on in the data and leaves the learning rate alone.
         batch = engine.rampup_hook.before_step(state.consumed_samples)
         learning_rate = plan.learning_rate(state.applied_samples, batch)
-        micro_batches = _training_data(plan, engine, corpus, order, batch, state.consumed_samples)
+        micro_batches = _training_data(plan, engine, corpus, order, batch, state.data_position)
         watch = monitors.should_watch_next_step or _is_due(plan, state.step + 1, settings.monitors.interval)
-        result = engine.train_batch(micro_batches, learning_rate, watch)
-        state = state.advance(batch, result, settings.model.seq_length)
+        guard.begin_step()
+        asks_to_save = recorder.take_switch(paths.save_switch)
+        result = engine.train_batch(micro_batches, learning_rate, watch, guard.judge, asks_to_save)
+        samples = next_ranges(state.data_position, batch.global_batch_size, settings.training.skip_samples)
+        left_out = samples[-1][1] - state.data_position - batch.global_batch_size
+        state = state.advance(batch, result, settings.model.seq_length, left_out)
 
         # All that decides from here on is the same on every rank: they stop, evaluate and save together or not at all.
         seen = Seen(state, batch, learning_rate, result, corpus.samples_per_epoch)
-        events = monitors.observe(seen)
+        events = [*guard.events(seen), *monitors.observe(seen)]
         consistency_seconds = None
         if _is_due(plan, state.step, settings.monitors.consistency_interval):
             differences, consistency_seconds = engine.check_consistency()
@@ -102,9 +119,15 @@ def train_steps(
         for event in events:
             recorder.record_event(event)
         # Recorded first, so that files and terminal show why; not saved, since a resume would begin with these weights.
-        _stop_on_stop_event(events, checkpoints)
+        deed = guard.deed(events)
+        if deed is Verdict.STOP:
+            _stop(seen, events, checkpoints)
+        if deed is Verdict.ROLLBACK:
+            state = _go_back(plan, engine, seen, events, guard, monitors, recorder, checkpoints)
+            continue
+        guard.count_step(state, result)
         limit.count_round(time.monotonic() - started)
-        save_is_due = is_save_due(plan, state.step)
+        save_is_due = is_save_due(plan, state.step) or result.asked_to_save
         if save_is_due:
             checkpoints.save(state, result.loss, None if evaluation is None else evaluation.loss)
         for outcome in checkpoints.report():
@@ -143,7 +166,7 @@ def _stop_as_asked(
     if plan.run.megastable.checkpoint.save_interval is None:
         unsaved = "nothing was saved, since megastable.checkpoint.save_interval is null"
         raise AskedToStopError(f"{stopped}; {unsaved}", saved=False)
-    if not is_save_due(plan, state.step):
+    if not (is_save_due(plan, state.step) or result.asked_to_save):
         checkpoints.save(state, result.loss, eval_loss=None)
     outcome = checkpoints.finish()
     if outcome is None or outcome.fault is not None:
@@ -162,16 +185,63 @@ def _finish(checkpoints: Checkpoints) -> None:
         raise RunStoppedError(f"the run is at its end and could not save step {outcome.step}: {outcome.fault}")
 
 
-def _stop_on_stop_event(events: list[Event], checkpoints: Checkpoints) -> None:
-    """End the run where an event says so, once a save of an earlier step that is under way has ended.
+def _stop(seen: Seen, events: list[Event], checkpoints: Checkpoints, further: str = "") -> NoReturn:
+    """End the run for what its events say, once a save of an earlier step that is under way has ended.
 
     Raises:
-        RunStoppedError: with the event's text.
+        RunStoppedError: always.
     """
-    for event in events:
-        if event.kind == STOP:
-            checkpoints.finish()
-            raise RunStoppedError(f"the run stops at step {event.step}: {event.text}")
+    checkpoints.finish()
+    texts = "; ".join(event.text for event in events if event.kind in REASONS_TO_LEAVE)
+    raise RunStoppedError(f"the run stops at step {seen.state.step}: {texts}{further}")
+
+
+def _go_back(
+    plan: RunPlan,
+    engine: TrainingEngine,
+    seen: Seen,
+    events: list[Event],
+    guard: Guard,
+    monitors: Monitors,
+    recorder: Recorder | SilentRecorder,
+    checkpoints: Checkpoints,
+) -> TrainingState:
+    """Return to the last good state, in memory or of a checkpoint, and save it as it is gone on from. Collective.
+
+    Raises:
+        RunStoppedError: there is none, or the run has gone back too often.
+    """
+    reasons = [event for event in events if event.kind in REASONS_TO_LEAVE]
+    why_not = guard.why_not_back(seen.state)
+    if why_not is not None:
+        _stop(seen, events, checkpoints, f"; {why_not}")
+    checkpoints.finish()
+    # Weights that are unequal come from no sample.
+    leave_out = not any(UNEQUAL in event.data for event in reasons)
+    state = guard.go_back(seen.state, leave_out)
+    source = "its copy in memory"
+    if state is None:
+        manifest = checkpoints.load_newest(engine.model_state, plan, seen.state.step)
+        if manifest is None:
+            _stop(seen, events, checkpoints, "; there is no state to go back to, in memory or on the disk")
+        monitors.load_state_dict(manifest.monitors)
+        state = returned(manifest.state.to_training_state(), seen.state, leave_out)
+        source = "its checkpoint"
+    recorder.go_back(state)
+    recorder.record_event(_event_of_return(state, reasons, source))
+    if plan.run.megastable.checkpoint.save_interval is not None:
+        # A resume has to know which samples are left out, and later checkpoints are of what was gone back from.
+        checkpoints.save_return(state)
+    return state
+
+
+def _event_of_return(state: TrainingState, reasons: list[Event], source: str) -> Event:
+    rollback = state.rollbacks[-1]
+    why = "; ".join(event.text for event in reasons)
+    text = f"from step {rollback.from_step}, where {why}, to step {state.step}, from {source}"
+    if rollback.next_sample > rollback.first_sample:
+        text += f"; samples {rollback.first_sample:,} to {rollback.next_sample - 1:,} of the order are left out"
+    return Event(state.step, state.consumed_samples, "rollback", text, asdict(rollback))
 
 
 def _training_data(
@@ -180,18 +250,19 @@ def _training_data(
     corpus: Corpus | BlendedCorpus,
     order: Order,
     batch: Batch,
-    consumed_samples: int,
+    position: int,
 ) -> Iterator[MicroBatch] | None:
     """Return this rank's micro-batches of a step; None on ranks that need none."""
     if not engine.needs_data:
         return None
     replicas = plan.layout.data_parallel_size
-    return training_micro_batches(corpus.train, order, batch, consumed_samples, engine.replica, replicas)
+    left_out = plan.run.megastable.training.skip_samples
+    return training_micro_batches(corpus.train, order, batch, position, engine.replica, replicas, left_out)
 
 
 def _unequal_weights(seen: Seen, differences: list[str]) -> Event:
     lines = "".join(f"\n  {line}" for line in differences)
-    return seen.event(STOP, UNEQUAL_WEIGHTS + lines)
+    return seen.event(STOP, UNEQUAL_WEIGHTS + lines, **{UNEQUAL: differences})
 
 
 def is_save_due(plan: RunPlan, step: int) -> bool:

@@ -49,6 +49,10 @@ class StepMetrics:
     """What clipping multiplied the gradient by; 1 where it did nothing."""
     skipped_steps: int
     """So far."""
+    data_position: int
+    """Position in the order of the samples after the step; ahead of ``consumed_samples`` where some were left out."""
+    vetoed: bool = False
+    """The update was skipped for standing out from the steps before."""
     eval_loss: float | None = None
     eval_losses: Mapping[str, float] | None = None
     """Of the sources of a blend, by name."""
@@ -102,6 +106,8 @@ class StepMetrics:
             # Of a skipped step nothing was applied, although its norm is finite where only its loss is not.
             clip_coefficient=0.0 if result.skipped else clip_coefficient(result.grad_norm, plan.run.clip_norm),
             skipped_steps=state.skipped_steps,
+            data_position=state.data_position,
+            vetoed=result.vetoed,
             eval_loss=None if evaluation is None else evaluation.loss,
             eval_losses=None if evaluation is None else dict(evaluation.by_source) or None,
             monitored=monitored or {},

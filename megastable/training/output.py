@@ -128,6 +128,8 @@ class LastingFile(LastingWriter):
 
         Writing into a file that was removed meanwhile raises nothing: its lines are gone once it is closed.
         """
+        if self._descriptor is None:
+            return False  # the next line opens what is there by then
         try:
             return not os.path.samestat(os.stat(self.path), self._opened)
         except (FileNotFoundError, NotADirectoryError):

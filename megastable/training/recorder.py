@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from megastable.core.records import Event, TrainingState
-from megastable.core.run_paths import RunPaths
+from megastable.engine.writers import rewind_writers
 from megastable.training.console import StepDisplay
 from megastable.training.metrics import StepMetrics, finite_or_none
 from megastable.training.output import LastingFile, report_on_stderr
+from megastable.training.run_folder import RunFolder
 from megastable.training.run_lock import RunLock, Standing
 
 
@@ -40,13 +42,13 @@ class Recorder:
     """
 
     def __init__(
-        self, paths: RunPaths, lock: RunLock, write_config: Callable[[], None], writers: Writers, display: StepDisplay
+        self, folder: RunFolder, lock: RunLock, write_config: Callable[[], None], writers: Writers, display: StepDisplay
     ) -> None:
-        self._paths = paths
+        self._folder = folder
         self._lock = lock
         self._write_config = write_config
-        self._metrics = LastingFile(paths.metrics)
-        self._events = LastingFile(paths.events)
+        self._metrics = LastingFile(folder.metrics)
+        self._events = LastingFile(folder.events)
         self._writers = writers
         self._writers_failed = False
         self._display = display
@@ -67,18 +69,26 @@ class Recorder:
                 self._metrics.drop_kept()
                 self._events.drop_kept()
                 return self._lock.describe_loss()
-            if not self._paths.config.exists():
+            if not self._folder.config.exists():
                 self._write_config()
-                names.append(self._paths.config.name)
+                names.append(self._folder.config.name)
         except OSError:
             # The folder cannot be made again. The files report that, keep their lines, and this is tried at every step.
             return None
         if standing is Standing.REMOVED:
-            names.append(self._paths.lock.name)
+            names.append(self._folder.lock.name)
         if names:
-            text = f"removed under the run in {self._paths.path}, and begun anew: {', '.join(names)}"
+            text = f"removed under the run in {self._folder.path}, and begun anew: {', '.join(names)}"
             self.record_event(Event(state.step, state.consumed_samples, "files_lost", text, {"files": names}))
         return None
+
+    def take_switch(self, switch: Path) -> bool:
+        """Tell whether somebody has put the file ``switch`` into the run folder, and remove it."""
+        try:
+            switch.unlink()
+        except OSError:  # as a rule there is none; one that cannot be removed would be obeyed at every step
+            return False
+        return True
 
     def record(self, metrics: StepMetrics) -> None:
         """Write one step everywhere."""
@@ -92,6 +102,16 @@ class Recorder:
         """Write an event, and show it."""
         self._events.write(f"{json.dumps(finite_or_none(asdict(event)))}\n".encode())
         self._display.show_event(event)
+
+    def go_back(self, state: TrainingState) -> None:
+        """Move the lines of the steps after ``state``, which come once more, to where a resume moves them."""
+        try:
+            self._folder.drop_lines_after(state.step)
+            rewind_writers(self._writers, state.consumed_samples)
+        except OSError as error:
+            report_on_stderr(f"lines of later steps stand twice ({error}); the run goes on")
+        for file in (self._metrics, self._events):
+            file.reopen()
 
     def note(self, text: str) -> None:
         """Show a line of text."""
@@ -126,11 +146,18 @@ class SilentRecorder:
         """Leave the folder to rank 0."""
         return None
 
+    def take_switch(self, switch: Path) -> bool:
+        """Leave the switches to rank 0."""
+        return False
+
     def record(self, metrics: StepMetrics) -> None:
         """Leave the step to rank 0."""
 
     def record_event(self, event: Event) -> None:
         """Leave the event to rank 0."""
+
+    def go_back(self, state: TrainingState) -> None:
+        """Leave the files to rank 0."""
 
     def note(self, text: str) -> None:
         """Leave the line to rank 0."""

@@ -10,6 +10,7 @@ from megastable.checkpoints.thinning import what_stays
 from megastable.core.records import TrainingState
 from megastable.data import BlendedCorpus, Corpus
 from megastable.engine.layer_statistics import WeightKind
+from megastable.planning.memory import host_copies
 from megastable.planning.micro_batches import describe_choice
 from megastable.planning.run_plan import RunPlan
 from megastable.training.run_folder import RunFolder
@@ -43,6 +44,8 @@ def introduction(
     yield f"tokenizer of {corpus.vocab_size:,} tokens in {corpus.tokenizer_path}"
     yield from _plan_lines(plan)
     yield _kept(plan, folder)
+    yield _guarded(plan)
+    yield str(host_copies(plan))
     yield (
         f"references: ln(vocabulary) = {math.log(model.vocab_size):.4f} is the loss of a model that knows nothing, "
         f"{corpus.unigram_entropy_nats:.4f} of one that knows how frequent each token is"
@@ -97,6 +100,18 @@ def _kept(plan: RunPlan, folder: RunFolder) -> str:
         return f"keeps one checkpoint, after the last step, in {folder.checkpoints}"
     saved = f"keeps checkpoints every {interval:,} steps and after the last, in {folder.checkpoints}"
     return f"{saved}{what_stays(plan.run.megastable.checkpoint)}"
+
+
+def _guarded(plan: RunPlan) -> str:
+    """Say what becomes of a step that stands out."""
+    done = {
+        "warn": "it is told, and applied all the same",
+        "skip": "its update is not applied",
+        "rollback": "its update is not applied, and where the loss jumped or rises the run goes back past its samples",
+        "stop": "the run stops",
+    }
+    guard = plan.run.megastable.stability.guard
+    return f"guard {guard}: where a step stands out, {done[guard]}"
 
 
 def _fresh_weights(plan: RunPlan, weights: list[WeightKind]) -> Iterator[str]:

@@ -6,11 +6,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from megastable.checkpoints.manifest import Manifest
 from megastable.core.records import Event, TrainingState
-from megastable.engine.checkpoint import RunRecord
+from megastable.engine.checkpoint import RunRecord, load_newest
 from megastable.engine.checkpoint_writer import CheckpointWriter, SaveOutcome
+from megastable.engine.model_state import ModelState
 from megastable.engine.progress import Progress
 from megastable.monitors import Monitors
+from megastable.planning.run_plan import RunPlan
 from megastable.training.recorder import Recorder, SilentRecorder
 
 
@@ -42,7 +45,7 @@ class Checkpoints:
         self._consumed_samples: dict[int, int] = {}
         self._last: SaveOutcome | None = None
 
-    def save(self, state: TrainingState, loss: float, eval_loss: float | None) -> None:
+    def save(self, state: TrainingState, loss: float | None, eval_loss: float | None) -> None:
         """Begin to save the state as it is, with the losses of its last step; collective."""
         self._consumed_samples[state.step] = state.consumed_samples
         # As JSON will give it back; and a copy, since the monitors go on while it is written.
@@ -67,6 +70,22 @@ class Checkpoints:
             self._writer.wait()
         self.report()
         return self._last
+
+    def load_newest(self, state: ModelState, plan: RunPlan, before_step: int) -> Manifest | None:
+        """Load the newest checkpoint of this run that is whole, and return its manifest; None without one. Collective.
+
+        Args:
+            before_step: look only at checkpoints of lower steps.
+        """
+        seed = plan.run.megastable.training.seed
+        return load_newest(self._writer.checkpoints, before_step, state, plan.layout, seed, self._recorder.note)
+
+    def save_return(self, state: TrainingState) -> None:
+        """Save a state that the run has gone back to, and delete the checkpoints of what it went back from."""
+        self.save(state, loss=None, eval_loss=None)
+        outcome = self.finish()
+        if outcome is not None and outcome.fault is None:
+            self._writer.delete_after(state.step)
 
     def _show(self, outcome: SaveOutcome) -> None:
         consumed_samples = self._consumed_samples.pop(outcome.step)

@@ -229,3 +229,31 @@ def test_a_time_limit_that_is_over_before_the_first_step_ends_the_process(whole:
     assert set(stopped.exit_codes) <= expected and NOT_SAVED in stopped.exit_codes, stopped.output
     assert "time_limit = 0.01 s is over before the first step" in stopped.output
     assert_holds_no_run(tmp_path / "run")
+
+
+def put_file(path: str, call: int) -> None:
+    """Let a file appear in the given call of a step, as somebody puts it there."""
+    original = TrainingEngine.train_batch
+    calls = []
+
+    def and_put(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == call and os.environ["RANK"] == "0":
+            Path(path).touch()
+        return original(*arguments, **options)
+
+    TrainingEngine.train_batch = and_put  # type: ignore[method-assign]
+
+
+def test_a_file_stops_a_run_with_a_save_and_another_one_saves_alone(whole: Whole, tmp_path: Path) -> None:
+    words = train_command([], whole.run_file, tmp_path)
+    checkpoints = tmp_path / "checkpoints"
+    stopped = run_script(words, world_size=2, first=put_file, path=str(tmp_path / "STOP"), call=4)
+    assert stopped.exit_codes == [SAVED, SAVED], stopped.output
+    assert f"the run stops at step 5: rank 0 found the file {tmp_path / 'STOP'}" in stopped.output
+    assert [folder.name for folder in step_folders(checkpoints)] == [folder_name(5)]
+    resumed = run_script([*words, "--resume"], world_size=2, first=put_file, path=str(tmp_path / "SAVE"), call=3)
+    assert resumed.exit_codes == [0, 0], resumed.output
+    assert [folder.name for folder in step_folders(checkpoints)] == [folder_name(step) for step in (NUM_STEPS, 9, 5)]
+    assert losses(tmp_path) == losses(whole.run_dir)
+    assert not (tmp_path / "STOP").exists() and not (tmp_path / "SAVE").exists()

@@ -18,6 +18,7 @@ from megastable.checkpoints.manifest import (
     LayoutRecord,
     Manifest,
     PieceRecord,
+    RollbackRecord,
     ScalerRecord,
     StateRecord,
     TensorRecord,
@@ -25,17 +26,31 @@ from megastable.checkpoints.manifest import (
     write_manifest,
 )
 from megastable.core.errors import UserError
-from megastable.core.records import TrainingState
+from megastable.core.records import Rollback, TrainingState
 from tests.unit.checkpoints.checkpoint_examples import FIRST, SECOND, make_checkpoint, manifest_of
 
 quick = settings(max_examples=50, deadline=None)  # no deadline: the machine may be busy
 
 counts = st.integers(0, LARGEST_COUNT)
+steps = st.integers(0, 10**9)
+rollbacks = st.builds(RollbackRecord, from_step=steps, to_step=steps, first_sample=counts, next_sample=counts)
 texts = st.text(st.characters(codec="utf-8"), max_size=8)
 scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | texts
 memories = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3), max_leaves=8
 )
+
+
+@quick
+@given(
+    st.builds(
+        TrainingState, steps, st.just(LARGEST_COUNT), counts, counts, st.just(0), counts,
+        st.lists(st.builds(Rollback, steps, steps, counts, counts), max_size=3).map(tuple),
+    )
+)  # fmt: skip
+def test_a_state_survives_a_checkpoint(state: TrainingState) -> None:
+    record = StateRecord.model_validate_json(StateRecord.of(state).model_dump_json())
+    assert record.to_training_state() == state
 
 
 @st.composite
@@ -49,6 +64,15 @@ def manifests(draw: st.DrawFn, folder: Path) -> Manifest:
         applied_samples=draw(st.integers(0, consumed)),
         consumed_tokens=draw(counts),
         skipped_steps=draw(st.integers(0, step)),
+        left_out_samples=draw(counts),
+        rollbacks=tuple(
+            draw(
+                st.lists(
+                    st.builds(RollbackRecord, from_step=steps, to_step=steps, first_sample=counts, next_sample=counts),
+                    max_size=2,
+                )
+            )
+        ),
     )
     return manifest_of(
         step,

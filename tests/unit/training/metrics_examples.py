@@ -23,6 +23,7 @@ STEP = StepMetrics(
     hardware_tflops_per_device=0.02,
     clip_coefficient=1.0,
     skipped_steps=0,
+    data_position=12,
 )
 NOT_FINITE = (float("nan"), float("inf"), float("-inf"))
 # Steps that a display has to survive.

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from megastable.core.records import Event, TrainingState
-from megastable.core.run_paths import RunPaths
 from megastable.training.console import PlainLines
 from megastable.training.recorder import Recorder
+from megastable.training.run_folder import RunFolder
 from megastable.training.run_lock import RunLock
 from tests.unit.training.metrics_examples import step_metrics
 
@@ -31,7 +31,7 @@ class NoWriters:
 class Run:
     """Records steps as the loop does."""
 
-    def __init__(self, paths: RunPaths) -> None:
+    def __init__(self, paths: RunFolder) -> None:
         self.paths = paths
         self.lock = RunLock.take(paths)
         assert self.lock.begin_writing() is None
@@ -57,7 +57,7 @@ class Run:
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     """Start a run that has done two steps."""
-    started = Run(RunPaths(tmp_path / "runs" / "run"))
+    started = Run(RunFolder(tmp_path / "runs" / "run"))
     with started.lock, started.recorder:
         for _ in range(2):
             assert started.do_step() is None
@@ -69,24 +69,24 @@ def rows(path: Path, kind: str = "") -> list[dict[str, Any]]:
     return [row for row in found if not kind or row["kind"] == kind]
 
 
-def remove_folder(paths: RunPaths) -> None:
+def remove_folder(paths: RunFolder) -> None:
     shutil.rmtree(paths.path)
 
 
-def remove_folder_above(paths: RunPaths) -> None:
+def remove_folder_above(paths: RunFolder) -> None:
     shutil.rmtree(paths.path.parent)
 
 
-def rename_folder(paths: RunPaths) -> None:
+def rename_folder(paths: RunFolder) -> None:
     paths.path.rename(paths.path.with_name("renamed"))
 
 
-def empty_folder(paths: RunPaths) -> None:
+def empty_folder(paths: RunFolder) -> None:
     shutil.rmtree(paths.path)
     paths.path.mkdir()
 
 
-def put_a_file_above(paths: RunPaths) -> None:
+def put_a_file_above(paths: RunFolder) -> None:
     """Leave no folder in the place, and nothing where one could be made, for a while."""
     shutil.rmtree(paths.path.parent)
     paths.path.parent.touch()
@@ -97,7 +97,7 @@ ALL_FILES = ["metrics.jsonl", "events.jsonl", "config.json", "run.lock"]
 
 @pytest.mark.parametrize("remove", [remove_folder, remove_folder_above, rename_folder, empty_folder])
 def test_a_folder_that_vanishes_is_made_again_and_said_once(
-    run: Run, remove: Callable[[RunPaths], None], capfd: pytest.CaptureFixture[str]
+    run: Run, remove: Callable[[RunFolder], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     remove(run.paths)
     for _ in range(3):
@@ -112,7 +112,7 @@ def test_a_folder_that_vanishes_is_made_again_and_said_once(
 
 
 def test_a_renamed_folder_keeps_what_was_written_before(run: Run) -> None:
-    renamed = RunPaths(run.paths.path.with_name("renamed"))
+    renamed = RunFolder(run.paths.path.with_name("renamed"))
     rename_folder(run.paths)
     assert run.do_step() is None
     assert [row["step"] for row in rows(renamed.metrics)] == [1, 2]

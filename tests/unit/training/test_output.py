@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.core.records import Event
-from megastable.core.run_paths import RunPaths
 from megastable.training.console import PlainLines
 from megastable.training.output import LastingFile, LastingWriter
 from megastable.training.recorder import Recorder
+from megastable.training.run_folder import RunFolder
 from megastable.training.run_lock import RunLock
 from tests.unit.training.metrics_examples import step_metrics
 
@@ -89,7 +89,7 @@ class NoWriters:
 
 @needs_full
 def test_a_disk_that_is_full_for_a_while_costs_no_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    paths = RunPaths(tmp_path)
+    paths = RunFolder(tmp_path)
     files = (paths.metrics, paths.events)
     for path in files:
         path.symlink_to(FULL)
@@ -115,7 +115,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line(tmp_path: Path, capfd: py
 
 @needs_full
 def test_what_waits_for_room_is_written_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    paths = RunPaths(tmp_path)
+    paths = RunFolder(tmp_path)
     files = (paths.metrics, paths.events)
     for path in files:
         path.symlink_to(FULL)

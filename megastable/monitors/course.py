@@ -1,0 +1,131 @@
+"""Monitors of the course of a run: steps that stand out from those before them, and a loss that rises for long."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from megastable.core.records import Candidate, Event, Judgement, Verdict
+from megastable.core.robust import WindowOfBatches
+from megastable.monitors.monitor import Monitor, PlannedRun, Seen
+
+FEWEST_STEPS = 16
+"""Fewer say little of how much values spread."""
+LEAST_DEVIATION_OF_LOSS = 0.01
+"""Of the median. On a plateau the loss of neighbouring steps may be almost equal."""
+LEAST_DEVIATION_OF_LOG_NORM = 0.05
+ANY_BATCH = 1
+"""A larger batch has a lower norm, which is nothing to judge; how much norms spread, by factors, it changes little."""
+SMOOTHED_STEPS = 16
+
+
+class Spikes(Monitor):
+    """Judges a step whose loss or gradient norm is far above those of the steps before it.
+
+    A norm is compared by its logarithm, since norms spread by factors. A loss that jumps says that earlier updates have
+    done harm, or that the data is bad: the run should go back. A norm that jumps has done no harm yet.
+    """
+
+    def __init__(self, plan: PlannedRun) -> None:
+        super().__init__(plan)
+        self._settings = plan.run.megastable.stability
+        self._losses = WindowOfBatches(self._settings.window_steps)
+        self._log_norms = WindowOfBatches(self._settings.window_steps)
+
+    def observe(self, seen: Seen) -> Iterator[Event]:
+        """Remember a step whose update was applied."""
+        if not seen.result.skipped:
+            self._losses.add(seen.result.loss, seen.batch.global_batch_size)
+            self._log_norms.add(_log(seen.result.grad_norm), ANY_BATCH)
+        yield from ()
+
+    def judge(self, candidate: Candidate) -> Iterator[Judgement]:
+        """Yield a judgement for a loss, and one for a norm, that is too many deviations above its median."""
+        if len(self._losses.values) < max(FEWEST_STEPS, self._settings.window_steps // 4):
+            return
+        least_of_loss = LEAST_DEVIATION_OF_LOSS * abs(self._losses.median)
+        of_loss = self._losses.deviations(candidate.loss, candidate.global_batch_size, least_of_loss)
+        of_norm = self._log_norms.deviations(_log(candidate.grad_norm), ANY_BATCH, LEAST_DEVIATION_OF_LOG_NORM)
+        if of_loss > self._settings.spike_deviations:
+            text = _above(f"the loss, {candidate.loss:.4f},", of_loss, f"{self._losses.median:.4f}")
+            yield Judgement(Verdict.ROLLBACK, "spike", text, {"of": "loss", "deviations": of_loss})
+        if of_norm > self._settings.spike_deviations:
+            median = f"{math.exp(self._log_norms.median):.4g}"
+            text = _above(f"the gradient norm, {candidate.grad_norm:.4g},", of_norm, median)
+            yield Judgement(Verdict.SKIP, "spike", text, {"of": "grad_norm", "deviations": of_norm})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return both windows, oldest first."""
+        return {"losses": self._losses.values, "log_norms": self._log_norms.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with both windows."""
+        window = self._settings.window_steps
+        self._losses = WindowOfBatches(window, [(value, size) for value, size in state["losses"]])
+        self._log_norms = WindowOfBatches(window, [(value, size) for value, size in state["log_norms"]])
+
+
+class Divergence(Monitor):
+    """Judges a run whose loss, smoothed over 16 steps, has been far above its lowest value for many steps."""
+
+    def __init__(self, plan: PlannedRun) -> None:
+        super().__init__(plan)
+        self._settings = plan.run.megastable.stability
+        self._recent: deque[float] = deque(maxlen=SMOOTHED_STEPS)
+        self._lowest = math.inf
+        self._steps_above = 0
+
+    def observe(self, seen: Seen) -> Iterator[Event]:
+        """Remember the loss of a step whose update was applied, and count those that are too high."""
+        if self._steps_above >= self._settings.divergence_steps:
+            # It was told before this step's update; the next time is as many steps later.
+            self._steps_above = 0
+        if not seen.result.skipped:
+            self._recent.append(seen.result.loss)
+            self._count()
+        yield from ()
+
+    def _count(self) -> None:
+        if len(self._recent) < SMOOTHED_STEPS:
+            return
+        smoothed = statistics.median(self._recent)
+        self._lowest = min(self._lowest, smoothed)
+        if smoothed > self._lowest + self._settings.divergence_margin:
+            self._steps_above += 1
+        else:
+            self._steps_above = 0
+
+    def judge(self, candidate: Candidate) -> Iterator[Judgement]:
+        """Yield a judgement where the loss has been too high for ``divergence_steps`` steps."""
+        if self._steps_above < self._settings.divergence_steps:
+            return
+        smoothed = statistics.median(self._recent)
+        text = (
+            f"the loss, {smoothed:.4f} in the median of {SMOOTHED_STEPS} steps, has been more than "
+            f"{self._settings.divergence_margin:g} above its lowest, {self._lowest:.4f}, for {self._steps_above} steps"
+        )
+        data = {"smoothed_loss": smoothed, "lowest": self._lowest, "steps_above": self._steps_above}
+        yield Judgement(Verdict.ROLLBACK, "divergence", text, data)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the last losses, the lowest smoothed one and the count of steps above it."""
+        lowest = self._lowest if math.isfinite(self._lowest) else None
+        return {"recent": list(self._recent), "lowest": lowest, "steps_above": self._steps_above}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what was remembered."""
+        self._recent = deque(state["recent"], maxlen=SMOOTHED_STEPS)
+        self._lowest = math.inf if state["lowest"] is None else state["lowest"]
+        self._steps_above = state["steps_above"]
+
+
+def _log(norm: float) -> float:
+    # A model with constant loss has no gradient; any norm is far above that.
+    return math.log(max(norm, 1e-30))
+
+
+def _above(what: str, deviations: float, median: str) -> str:
+    return f"{what} is {deviations:.1f} deviations above the median of the steps before, {median}"

@@ -1,0 +1,169 @@
+"""The guard of a run: what becomes of a step that stands out, and the way back to a state before the harm was done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megastable.config.stability import StabilityConfig
+from megastable.core.records import Candidate, Event, Judgement, Rollback, StepResult, TrainingState, Verdict
+from megastable.engine.model_state import Snapshot
+from megastable.engine.training_engine import TrainingEngine
+from megastable.monitors import Monitors
+from megastable.monitors.monitor import STOP, Seen
+
+CONFIRMED_AFTER_STEPS = 10
+"""Applied updates that nobody objected to, after which a state is a good one: harm shows some steps late."""
+
+DEEDS: dict[str, dict[Verdict, Verdict]] = {
+    "warn": {Verdict.SKIP: Verdict.WARN, Verdict.ROLLBACK: Verdict.WARN},
+    "skip": {Verdict.ROLLBACK: Verdict.SKIP},
+    # What would stop a run, such as skips in a row, may be over after a step back.
+    "rollback": {Verdict.STOP: Verdict.ROLLBACK},
+    "stop": {Verdict.SKIP: Verdict.STOP, Verdict.ROLLBACK: Verdict.STOP},
+}
+"""Policy of the run file -> verdict of a monitor -> what is done, where that is something else."""
+
+DONE = {
+    Verdict.WARN: "the update is applied",
+    Verdict.SKIP: "the update is not applied",
+    Verdict.ROLLBACK: "the update is not applied, and the run goes back",
+    Verdict.STOP: "the update is not applied, and the run stops",
+}
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """A state of the run in memory: all that training changes, what the loop counts and what the monitors remember."""
+
+    state: TrainingState
+    snapshot: Snapshot
+    monitors: Mapping[str, Any]
+
+
+class GoodStates:
+    """Holds the newest state that proved good, and the one that is on trial; collective.
+
+    A state is good once updates were applied after it and nobody objected to one of them.
+    """
+
+    def __init__(self, engine: TrainingEngine, monitors: Monitors, interval: int) -> None:
+        self._engine = engine
+        self._monitors = monitors
+        self._interval = interval
+        self._on_trial: KeptState | None = None
+        self._spare: Snapshot | None = None
+        self._sane_steps = 0
+        self.good: KeptState | None = None
+
+    def take(self, state: TrainingState) -> None:
+        """Copy the state as it is, on trial."""
+        snapshot = self._engine.snapshot(self._spare)
+        self._spare = None
+        self._on_trial = KeptState(state, snapshot, self._monitors.state_dict())
+        self._sane_steps = 0
+
+    def count_step(self, state: TrainingState, is_sane: bool) -> None:
+        """Take in how a step has ended that led to ``state``."""
+        if not is_sane:
+            self.drop_trial()
+            return
+        self._sane_steps += 1
+        if self._on_trial is not None and self._sane_steps >= CONFIRMED_AFTER_STEPS:
+            if self.good is not None:
+                self._spare = self.good.snapshot
+            self.good = self._on_trial
+            self._on_trial = None
+        if self._on_trial is None and state.step % self._interval == 0:
+            self.take(state)
+
+    def drop_trial(self) -> None:
+        """Forget the state on trial: harm was seen before it proved good."""
+        if self._on_trial is not None:
+            self._spare = self._on_trial.snapshot
+        self._on_trial = None
+        self._sane_steps = 0
+
+
+class Guard:
+    """Turns the verdicts of the monitors into deeds by the policy of the run file; the same on every rank."""
+
+    def __init__(self, settings: StabilityConfig, engine: TrainingEngine, monitors: Monitors) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._monitors = monitors
+        self._judgements: list[Judgement] = []
+        self._states: GoodStates | None = None
+        if settings.guard == "rollback":
+            self._states = GoodStates(engine, monitors, settings.snapshot_interval)
+
+    def begin(self, state: TrainingState) -> None:
+        """Keep the state that the run starts from."""
+        if self._states is not None:
+            self._states.take(state)
+
+    def begin_step(self) -> None:
+        """Forget the judgements of the step before."""
+        self._judgements = []
+
+    def judge(self, candidate: Candidate) -> bool:
+        """Let the monitors judge a step, and answer whether its update is vetoed."""
+        self._judgements = self._monitors.judge(candidate)
+        return self._deed(self._judgements) >= Verdict.SKIP
+
+    def events(self, seen: Seen) -> list[Event]:
+        """Return an event for every judgement of the step, with what is done."""
+        done = DONE.get(self._deed(self._judgements), "")
+        return [seen.event(each.kind, f"{each.text}: {done}", **each.data) for each in self._judgements]
+
+    def deed(self, events: list[Event]) -> Verdict:
+        """Return what becomes of the step that the events are of, after its update was applied or not."""
+        verdict = self._deed(self._judgements)
+        if any(event.kind == STOP for event in events):
+            verdict = max(verdict, DEEDS[self._settings.guard].get(Verdict.STOP, Verdict.STOP))
+        return verdict
+
+    def count_step(self, state: TrainingState, result: StepResult) -> None:
+        """Take in how a step has ended, and copy the state where that is due; collective."""
+        if self._states is not None:
+            self._states.count_step(state, is_sane=not result.skipped and not self._judgements)
+
+    def why_not_back(self, state: TrainingState) -> str | None:
+        """Say why the run cannot go back any more; None where it can."""
+        window = self._settings.rollback_window_steps
+        recent = [rollback for rollback in state.rollbacks if state.step - rollback.from_step < window]
+        if len(recent) < self._settings.max_rollbacks:
+            return None
+        told = ", ".join(f"from step {each.from_step} to {each.to_step}" for each in recent)
+        return f"it went back {len(recent)} times within {window} steps ({told}), and no further time helps"
+
+    def go_back(self, state: TrainingState, leave_out: bool) -> TrainingState | None:
+        """Restore the last good state in memory, and return it; None where there is none. Collective.
+
+        Args:
+            state: at which the run goes back.
+            leave_out: whether the samples between are passed over from now on.
+        """
+        if self._states is None or self._states.good is None:
+            return None
+        self._states.drop_trial()
+        good = self._states.good
+        self._engine.restore(good.snapshot)
+        self._monitors.load_state_dict(dict(good.monitors))
+        return returned(good.state, state, leave_out)
+
+    def _deed(self, judgements: list[Judgement]) -> Verdict:
+        deeds = DEEDS[self._settings.guard]
+        return max((deeds.get(each.verdict, each.verdict) for each in judgements), default=Verdict.CONTINUE)
+
+
+def returned(to: TrainingState, at: TrainingState, leave_out: bool) -> TrainingState:
+    """Return the state ``to``, reached once more from ``at``.
+
+    Args:
+        leave_out: whether the samples between are passed over from now on.
+    """
+    next_sample = at.data_position if leave_out else to.data_position
+    rollback = Rollback(at.step, to.step, to.data_position, next_sample)
+    return replace(to, left_out_samples=next_sample - to.consumed_samples, rollbacks=(*at.rollbacks, rollback))

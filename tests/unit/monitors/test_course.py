@@ -1,0 +1,185 @@
+"""Steps that stand out and a loss that rises: what is judged, and what is not."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megastable.core.batch_rampup import Batch
+from megastable.core.records import Candidate, Judgement, StepResult, TrainingState, Verdict
+from megastable.core.robust import WindowOfBatches
+from megastable.monitors.course import FEWEST_STEPS, SMOOTHED_STEPS, Divergence, Spikes
+from megastable.monitors.monitor import Monitor, Seen
+from megastable.planning.run_plan import RunPlan
+from tests.support.tiny_run import tiny_run
+
+quick = settings(max_examples=30, deadline=None)  # no deadline: the machine may be busy
+WINDOW = 64
+
+
+def plan_of(**settings_of_guard: Any) -> RunPlan:
+    return RunPlan.of(tiny_run(megastable__stability={"window_steps": WINDOW, **settings_of_guard}), 1)
+
+
+def step(loss: float, grad_norm: float = 1.0, size: int = 16, skipped: bool = False, vetoed: bool = False) -> Seen:
+    result = StepResult(loss, grad_norm, 1.0, skipped, 1.0, vetoed=vetoed)
+    return Seen(TrainingState(step=1, consumed_samples=size), Batch(size, 1, size), 0.1, result)
+
+
+def observe(monitor: Monitor, *steps: Seen) -> None:
+    for each in steps:
+        assert list(monitor.observe(each)) == []
+
+
+def judge(monitor: Monitor, loss: float, grad_norm: float = 1.0, size: int = 16) -> list[Judgement]:
+    return list(monitor.judge(Candidate(loss, grad_norm, size)))
+
+
+def noisy(seed: int, num_steps: int, sizes: Any = lambda index: 16) -> list[Seen]:
+    """A loss that falls slowly, with noise that falls with the root of the batch, and norms that spread by factors."""
+    draw = random.Random(seed)
+    found = []
+    for index in range(num_steps):
+        size = sizes(index)
+        loss = 3 + 3 * math.exp(-index / 100) + draw.gauss(0, 0.4) / math.sqrt(size)
+        found.append(step(loss, math.exp(draw.gauss(0, 0.2)), size))
+    return found
+
+
+# Spikes
+
+
+@quick
+@given(st.integers(0, 10**6), st.sampled_from(["constant", "ramp", "jump by 16"]))
+def test_noise_is_never_judged_whatever_the_batch_does(seed: int, batch: str) -> None:
+    sizes = {
+        "constant": lambda index: 16,
+        "ramp": lambda index: 4 + index // 4,
+        "jump by 16": lambda index: 4 if index < 150 else 64,
+    }[batch]
+    monitor = Spikes(plan_of())
+    for each in noisy(seed, 300, sizes):
+        assert judge(monitor, each.result.loss, each.result.grad_norm, each.batch.global_batch_size) == []
+        observe(monitor, each)
+
+
+@quick
+@given(st.integers(0, 10**6))
+def test_a_loss_that_jumps_goes_back_and_a_norm_that_jumps_is_skipped(seed: int) -> None:
+    monitor = Spikes(plan_of())
+    observe(monitor, *noisy(seed, 200))
+    (of_loss,) = judge(monitor, loss=8.0)
+    assert of_loss.verdict is Verdict.ROLLBACK and of_loss.kind == "spike" and "the loss, 8.0000," in of_loss.text
+    (of_norm,) = judge(monitor, loss=3.4, grad_norm=100.0)
+    assert of_norm.verdict is Verdict.SKIP and of_norm.data["of"] == "grad_norm"
+    assert [each.data["of"] for each in judge(monitor, 8.0, 100.0)] == ["loss", "grad_norm"]
+    # What falls is no harm.
+    assert judge(monitor, loss=0.1, grad_norm=1e-9) == []
+
+
+def test_few_steps_are_not_judged() -> None:
+    monitor = Spikes(plan_of())
+    observe(monitor, *noisy(1, FEWEST_STEPS - 1))
+    assert judge(monitor, 100.0) == []
+    observe(monitor, *noisy(2, 1))
+    assert len(judge(monitor, 100.0)) == 1
+
+
+def test_judging_remembers_nothing_and_neither_do_skipped_steps() -> None:
+    monitor = Spikes(plan_of())
+    observe(monitor, *noisy(1, 40))
+    before = monitor.state_dict()
+    for _ in range(100):
+        judge(monitor, 50.0, 1e5)
+        observe(monitor, step(50.0, 1e5, skipped=True, vetoed=True), step(math.nan, math.inf, skipped=True))
+    assert monitor.state_dict() == before
+    assert len(judge(monitor, 50.0)) == 1
+
+
+def test_equal_losses_are_no_reason_to_judge_a_small_change() -> None:
+    monitor = Spikes(plan_of())
+    observe(monitor, *[step(2.0)] * 50)
+    assert judge(monitor, 2.1, 1.2) == []
+    assert len(judge(monitor, 2.5)) == 1
+
+
+def test_a_new_level_is_got_used_to() -> None:
+    """Where a run goes on with a warning, it is not warned of for ever."""
+    monitor = Spikes(plan_of())
+    observe(monitor, *noisy(1, 100))
+    assert judge(monitor, 9.0)
+    observe(monitor, *[step(9.0 + 0.05 * (index % 3)) for index in range(WINDOW)])
+    assert judge(monitor, 9.0) == []
+
+
+@given(st.lists(st.tuples(st.floats(-10, 10), st.integers(1, 64)), min_size=3, max_size=40), st.floats(-10, 10))
+@quick
+def test_deviations_do_not_depend_on_unit_or_origin(values: list[tuple[float, int]], value: float) -> None:
+    window, moved = WindowOfBatches(40), WindowOfBatches(40)
+    for each, size in values:
+        window.add(each, size)
+        moved.add(8 * each + 3, size)
+    expected = window.deviations(value, 4, least_deviation=0.5)
+    assert moved.deviations(8 * value + 3, 4, least_deviation=4.0) == pytest.approx(expected, abs=1e-6)
+
+
+# A loss that rises
+
+
+def run_up(monitor: Divergence, losses: list[float]) -> list[int]:
+    """Return the steps that were judged."""
+    judged = []
+    for index, loss in enumerate(losses):
+        judged += [index] * len(judge(monitor, loss))
+        observe(monitor, step(loss))
+    return judged
+
+
+@quick
+@given(st.integers(0, 10**6))
+def test_a_loss_that_rises_slowly_is_judged_once_for_every_so_many_steps(seed: int) -> None:
+    draw = random.Random(seed)
+    monitor = Divergence(plan_of(divergence_steps=20, divergence_margin=0.5))
+    course = [3 + 0.02 * max(0, index - 100) + draw.gauss(0, 0.05) for index in range(200)]
+    judged = run_up(monitor, course)
+    assert judged and 100 + 25 + 20 - SMOOTHED_STEPS < judged[0] < 100 + 25 + 20 + 2 * SMOOTHED_STEPS
+    assert all(later - earlier == 20 for earlier, later in itertools.pairwise(judged))
+
+
+@quick
+@given(st.integers(0, 10**6))
+def test_a_loss_that_falls_and_one_with_spikes_is_not(seed: int) -> None:
+    draw = random.Random(seed)
+    monitor = Divergence(plan_of(divergence_steps=20))
+    course = [each.result.loss + 5 * (draw.random() < 0.05) for each in noisy(seed, 300)]
+    assert run_up(monitor, course) == []
+
+
+def test_a_vetoed_step_is_judged_once() -> None:
+    monitor = Divergence(plan_of(divergence_steps=20))
+    assert run_up(monitor, [2.0] * 40 + [4.0] * (20 + SMOOTHED_STEPS // 2 - 1)) == []
+    (judgement,) = judge(monitor, 4.0)
+    assert judgement.verdict is Verdict.ROLLBACK and "for 20 steps" in judgement.text
+    observe(monitor, step(4.0, skipped=True, vetoed=True))
+    assert judge(monitor, 4.0) == []
+
+
+@pytest.mark.parametrize("kind", [Spikes, Divergence])
+@quick
+@given(seed=st.integers(0, 10**6), at=st.integers(0, 120))
+def test_nothing_is_lost_on_a_resume(kind: type[Monitor], seed: int, at: int) -> None:
+    whole, first, resumed = kind(plan_of()), kind(plan_of()), kind(plan_of())
+    steps = noisy(seed, 150)
+    observe(whole, *steps)
+    observe(first, *steps[:at])
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    observe(resumed, *steps[at:])
+    assert json.dumps(resumed.state_dict()) == json.dumps(whole.state_dict())
+    assert judge(resumed, 9.0, 50.0) == judge(whole, 9.0, 50.0)

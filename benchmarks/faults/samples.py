@@ -35,11 +35,9 @@ def record_samples(file: Path) -> None:
     read = vars(loop)["training_micro_batches"]
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def read_and_record(
-        dataset: Any, order: Any, batch: Any, consumed_samples: int, replica: int, num_replicas: int
-    ) -> Iterator[Any]:
-        recorded = RecordedSamples(dataset, descriptor, f"{consumed_samples} {replica}")
-        return read(recorded, order, batch, consumed_samples, replica, num_replicas)
+    def read_and_record(dataset: Any, order: Any, batch: Any, position: int, replica: int, *rest: Any) -> Iterator[Any]:
+        recorded = RecordedSamples(dataset, descriptor, f"{position} {replica}")
+        return read(recorded, order, batch, position, replica, *rest)
 
     vars(loop).update(training_micro_batches=read_and_record)
 

@@ -25,7 +25,7 @@ from megastable.engine.writers import rewind_writers
 from megastable.monitors import Monitors
 from megastable.training.console import make_display
 from megastable.training.continuation import check_same_corpus, events_of_resume
-from megastable.training.loop import train_steps
+from megastable.training.loop import TrainingLoop
 from megastable.training.metrics import STEP_METRICS
 from megastable.training.output import report_on_stderr
 from megastable.training.recorder import Recorder, SilentRecorder
@@ -169,8 +169,8 @@ def _train_connected(
             {} if lock is None else read_tokenizer_files(corpus.tokenizer_path),
             progress,
         )
-        last_eval_loss = train_steps(plan, engine, corpus, state, recorder, monitors, checkpoints, stop, folder)
-        recorder.note(conclusion(corpus, last_eval_loss))
+        loop = TrainingLoop(plan, engine, corpus, recorder, monitors, checkpoints, stop, folder)
+        recorder.note(conclusion(corpus, loop.run(state)))
 
 
 def _make_recorder(

@@ -10,11 +10,11 @@ from typing import NoReturn
 
 from megastable.core.batch_rampup import Batch
 from megastable.core.errors import AskedToStopError, RunStoppedError
-from megastable.core.records import Event, StepResult, TrainingState, Verdict
+from megastable.core.records import Event, TrainingState, Verdict
 from megastable.core.run_paths import RunPaths
 from megastable.core.sample_ranges import next_ranges
 from megastable.core.time_limit import TimeLimit
-from megastable.data import BlendedCorpus, Corpus, MicroBatch, Order, training_micro_batches
+from megastable.data import BlendedCorpus, Corpus, MicroBatch, training_micro_batches
 from megastable.engine.checkpoint import num_state_bytes
 from megastable.engine.checkpoint_writer import SaveOutcome
 from megastable.engine.process_group import stop_together
@@ -24,7 +24,7 @@ from megastable.monitors import Monitors
 from megastable.monitors.monitor import STOP, Seen
 from megastable.planning.run_plan import RunPlan
 from megastable.training.evaluation import evaluate
-from megastable.training.metrics import StepMetrics
+from megastable.training.metrics import Evaluation, StepMetrics
 from megastable.training.recorder import Recorder, SilentRecorder
 from megastable.training.recovery import Guard, returned
 from megastable.training.saving import Checkpoints
@@ -42,197 +42,241 @@ ASKED_TO_STOP = "asked_to_stop"
 """The kind of the event that somebody or the clock has asked the run to stop."""
 
 
-def train_steps(
-    plan: RunPlan,
-    engine: TrainingEngine,
-    corpus: Corpus | BlendedCorpus,
-    state: TrainingState,
-    recorder: Recorder | SilentRecorder,
-    monitors: Monitors,
-    checkpoints: Checkpoints,
-    stop: StopRequest,
-    paths: RunPaths,
-) -> float | None:
-    """Run every step from ``state`` to the end of the plan. Collective.
+class TrainingLoop:
+    """Takes the steps of a run on this rank; every method is collective.
 
-    Returns:
-        The last validation loss; None where no evaluation was made.
-
-    Raises:
-        RunStoppedError: a monitor or the consistency check stops the run, or another run has taken its folder over; on
-            all ranks.
-        AskedToStopError: a rank was asked to stop; on all ranks, after a save unless nothing is ever saved.
+    Args:
+        paths: where the files are looked for that stop the run or let it save.
     """
-    settings = plan.run.megastable
-    order = corpus.order(settings.training.seed)
-    limit = TimeLimit(settings.training.time_limit or math.inf, num_state_bytes(engine.model_state.partitions))
-    last_eval_loss: float | None = None
 
-    guard = Guard(settings.stability, engine, monitors)
-    guard.begin(state)
-    stop.begin_training()
-    while state.step < plan.length.total_steps:
+    def __init__(
+        self,
+        plan: RunPlan,
+        engine: TrainingEngine,
+        corpus: Corpus | BlendedCorpus,
+        recorder: Recorder | SilentRecorder,
+        monitors: Monitors,
+        checkpoints: Checkpoints,
+        stop: StopRequest,
+        paths: RunPaths,
+    ) -> None:
+        self._plan = plan
+        self._settings = plan.run.megastable
+        self._engine = engine
+        self._corpus = corpus
+        self._order = corpus.order(self._settings.training.seed)
+        self._recorder = recorder
+        self._monitors = monitors
+        self._guard = Guard(self._settings.stability, engine, monitors)
+        self._checkpoints = checkpoints
+        self._stop = stop
+        self._paths = paths
+        state_bytes = num_state_bytes(engine.model_state.partitions)
+        self._limit = TimeLimit(self._settings.training.time_limit or math.inf, state_bytes)
+        self._last_eval_loss: float | None = None
+
+    def run(self, state: TrainingState) -> float | None:
+        """Take every step from ``state`` to the end of the plan.
+
+        Returns:
+            The last validation loss; None where no evaluation was made.
+
+        Raises:
+            RunStoppedError: a monitor or the consistency check stops the run, or another run has taken its folder over;
+                on all ranks.
+            AskedToStopError: a rank was asked to stop; on all ranks, after a save unless nothing is ever saved.
+        """
+        self._guard.begin(state)
+        self._stop.begin_training()
+        while state.step < self._plan.length.total_steps:
+            started = time.monotonic()
+            seen = self._take_step(state)
+            # All that decides from here on is the same on every rank: they stop, evaluate and save together or not at
+            # all.
+            events = [*self._guard.events(seen), *self._monitors.observe(seen)]
+            evaluation = self._look_after(seen, events)
+            # Recorded by now, so that files and terminal show why; not saved, since a resume would begin with these
+            # weights.
+            deed = self._guard.deed(events)
+            if deed is Verdict.STOP:
+                self._end(seen, events)
+            if deed is Verdict.ROLLBACK:
+                state = self._go_back(seen, events)
+                continue
+            state = seen.state
+            self._guard.count_step(state, seen.result)
+            self._limit.count_round(time.monotonic() - started)
+            self._save_and_stop(seen, evaluation)
+        self._finish()
+        return self._last_eval_loss
+
+    def _take_step(self, state: TrainingState) -> Seen:
+        """Take the step after ``state``, and return it as monitors see it."""
+        engine = self._engine
         engine.progress.begin_step(state.step + 1)
-        started = time.monotonic()
-        if limit.is_near(stop.elapsed_seconds):
-            stop.ask(f"has no time for another step within megastable.training.time_limit = {limit.seconds:g} s")
-        if recorder.take_switch(paths.stop_switch):
-            stop.ask(f"found the file {paths.stop_switch}")
+        if self._limit.is_near(self._stop.elapsed_seconds):
+            limit = f"megastable.training.time_limit = {self._limit.seconds:g} s"
+            self._stop.ask(f"has no time for another step within {limit}")
+        if self._recorder.take_switch(self._paths.stop_switch):
+            self._stop.ask(f"found the file {self._paths.stop_switch}")
+        asks_to_save = self._recorder.take_switch(self._paths.save_switch)
         # Samples are the clock: all consumed ones of the batch, those of applied updates of the learning rate. So a
         # skipped step moves on in the data and leaves the learning rate alone.
         batch = engine.rampup_hook.before_step(state.consumed_samples)
-        learning_rate = plan.learning_rate(state.applied_samples, batch)
-        micro_batches = _training_data(plan, engine, corpus, order, batch, state.data_position)
-        watch = monitors.should_watch_next_step or _is_due(plan, state.step + 1, settings.monitors.interval)
-        guard.begin_step()
-        asks_to_save = recorder.take_switch(paths.save_switch)
-        result = engine.train_batch(micro_batches, learning_rate, watch, guard.judge, asks_to_save)
-        samples = next_ranges(state.data_position, batch.global_batch_size, settings.training.skip_samples)
+        learning_rate = self._plan.learning_rate(state.applied_samples, batch)
+        watch = self._monitors.should_watch_next_step or self._is_due(state.step + 1, self._settings.monitors.interval)
+        self._guard.begin_step()
+        micro_batches = self._training_data(batch, state.data_position)
+        result = engine.train_batch(micro_batches, learning_rate, watch, self._guard.judge, asks_to_save)
+        samples = next_ranges(state.data_position, batch.global_batch_size, self._settings.training.skip_samples)
         left_out = samples[-1][1] - state.data_position - batch.global_batch_size
-        state = state.advance(batch, result, settings.model.seq_length, left_out)
+        state = state.advance(batch, result, self._settings.model.seq_length, left_out)
+        return Seen(state, batch, learning_rate, result, self._corpus.samples_per_epoch)
 
-        # All that decides from here on is the same on every rank: they stop, evaluate and save together or not at all.
-        seen = Seen(state, batch, learning_rate, result, corpus.samples_per_epoch)
-        events = [*guard.events(seen), *monitors.observe(seen)]
+    def _look_after(self, seen: Seen, events: list[Event]) -> Evaluation | None:
+        """Compare copies of weights and evaluate where that is due, and record the step with its events."""
         consistency_seconds = None
-        if _is_due(plan, state.step, settings.monitors.consistency_interval):
-            differences, consistency_seconds = engine.check_consistency()
+        if self._is_due(seen.state.step, self._settings.monitors.consistency_interval):
+            differences, consistency_seconds = self._engine.check_consistency()
             if differences:
                 events.append(_unequal_weights(seen, differences))
-
-        # What a run does after its last step is not put off.
-        is_last = state.step == plan.length.total_steps
-        asked_to_stop = result.asked_to_stop and not is_last
         evaluation = None
-        eval_is_due = _is_due(plan, state.step, settings.training.eval_interval) and len(corpus.validation) > 0
+        has_text = len(self._corpus.validation) > 0
+        eval_is_due = has_text and self._is_due(seen.state.step, self._settings.training.eval_interval)
         # Whoever asks waits for a step and a save, and perhaps no longer.
-        if eval_is_due and not asked_to_stop:
-            evaluation = evaluate(plan, engine, corpus, batch)
-            last_eval_loss = evaluation.loss
-
-        stop_together(recorder.look_after_folder(state))
-        recorder.record(
+        if eval_is_due and not self._is_asked_to_stop(seen):
+            evaluation = evaluate(self._plan, self._engine, self._corpus, seen.batch)
+            self._last_eval_loss = evaluation.loss
+        stop_together(self._recorder.look_after_folder(seen.state))
+        self._recorder.record(
             StepMetrics.of(
-                plan, state, batch, learning_rate, result, evaluation, monitors.values(), consistency_seconds
+                self._plan, seen.state, seen.batch, seen.learning_rate, seen.result, evaluation,
+                self._monitors.values(), consistency_seconds,
             )
-        )
+        )  # fmt: skip
         for event in events:
-            recorder.record_event(event)
-        # Recorded first, so that files and terminal show why; not saved, since a resume would begin with these weights.
-        deed = guard.deed(events)
-        if deed is Verdict.STOP:
-            _stop(seen, events, checkpoints)
-        if deed is Verdict.ROLLBACK:
-            state = _go_back(plan, engine, seen, events, guard, monitors, recorder, checkpoints)
-            continue
-        guard.count_step(state, result)
-        limit.count_round(time.monotonic() - started)
-        save_is_due = is_save_due(plan, state.step) or result.asked_to_save
+            self._recorder.record_event(event)
+        return evaluation
+
+    def _save_and_stop(self, seen: Seen, evaluation: Evaluation | None) -> None:
+        """Save where that is due, and stop where a rank was asked to.
+
+        Raises:
+            AskedToStopError: after the save.
+        """
+        save_is_due = self._is_save_due(seen)
         if save_is_due:
-            checkpoints.save(state, result.loss, None if evaluation is None else evaluation.loss)
-        for outcome in checkpoints.report():
-            _take_in(outcome, limit, stop, settings.checkpoint.on_failure)
-        if not asked_to_stop and not is_last and (save_is_due or evaluation is not None):
-            asked_to_stop = stop.agree()  # these may have taken as long as many steps
+            self._checkpoints.save(seen.state, seen.result.loss, None if evaluation is None else evaluation.loss)
+        for outcome in self._checkpoints.report():
+            self._take_in(outcome)
+        asked_to_stop = self._is_asked_to_stop(seen)
+        if not asked_to_stop and not self._is_last(seen.state.step) and (save_is_due or evaluation is not None):
+            asked_to_stop = self._stop.agree()  # these may have taken as long as many steps
         if asked_to_stop:
-            _stop_as_asked(plan, state, result, recorder, stop.agreed_reason(), checkpoints)
-    _finish(checkpoints)
-    return last_eval_loss
+            self._stop_as_asked(seen, self._stop.agreed_reason())
 
+    def _take_in(self, outcome: SaveOutcome) -> None:
+        """Let a save that has ended be counted, or end the run where the file wants that of one that failed."""
+        if outcome.fault is None:
+            self._limit.count_save(outcome.seconds)
+        elif self._settings.checkpoint.on_failure == "stop":
+            self._stop.ask(f"could not save step {outcome.step}, and megastable.checkpoint.on_failure is 'stop'")
 
-def _take_in(outcome: SaveOutcome, limit: TimeLimit, stop: StopRequest, on_failure: str) -> None:
-    """Let a save that has ended be counted, or end the run where the file wants that of one that failed."""
-    if outcome.fault is None:
-        limit.count_save(outcome.seconds)
-    elif on_failure == "stop":
-        stop.ask(f"could not save step {outcome.step}, and megastable.checkpoint.on_failure is 'stop'")
+    def _stop_as_asked(self, seen: Seen, reason: str) -> NoReturn:
+        """Save, unless this step has been or nothing ever is, and end the run.
 
+        Raises:
+            AskedToStopError: always.
+        """
+        stopped = f"the run stops at step {seen.state.step}: {reason}"
+        self._recorder.record_event(seen.event(ASKED_TO_STOP, stopped, reason=reason))
+        if self._settings.checkpoint.save_interval is None:
+            unsaved = "nothing was saved, since megastable.checkpoint.save_interval is null"
+            raise AskedToStopError(f"{stopped}; {unsaved}", saved=False)
+        if not self._is_save_due(seen):
+            self._checkpoints.save(seen.state, seen.result.loss, eval_loss=None)
+        outcome = self._checkpoints.finish()
+        if outcome is None or outcome.fault is not None:
+            raise AskedToStopError(f"{stopped}; this step could not be saved", saved=False)
+        raise AskedToStopError(f"{stopped}; --resume goes on from {outcome.folder}", saved=True)
 
-def _stop_as_asked(
-    plan: RunPlan,
-    state: TrainingState,
-    result: StepResult,
-    recorder: Recorder | SilentRecorder,
-    reason: str,
-    checkpoints: Checkpoints,
-) -> NoReturn:
-    """Save, unless this step has been or nothing ever is, and end the run.
+    def _finish(self) -> None:
+        """Wait for the save of the last step.
 
-    Raises:
-        AskedToStopError: always.
-    """
-    stopped = f"the run stops at step {state.step}: {reason}"
-    recorder.record_event(Event(state.step, state.consumed_samples, ASKED_TO_STOP, stopped, {"reason": reason}))
-    if plan.run.megastable.checkpoint.save_interval is None:
-        unsaved = "nothing was saved, since megastable.checkpoint.save_interval is null"
-        raise AskedToStopError(f"{stopped}; {unsaved}", saved=False)
-    if not (is_save_due(plan, state.step) or result.asked_to_save):
-        checkpoints.save(state, result.loss, eval_loss=None)
-    outcome = checkpoints.finish()
-    if outcome is None or outcome.fault is not None:
-        raise AskedToStopError(f"{stopped}; this step could not be saved", saved=False)
-    raise AskedToStopError(f"{stopped}; --resume goes on from {outcome.folder}", saved=True)
+        Raises:
+            RunStoppedError: it failed; a run whose result is lost has not ended well.
+        """
+        outcome = self._checkpoints.finish()
+        if outcome is not None and outcome.fault is not None:
+            raise RunStoppedError(f"the run is at its end and could not save step {outcome.step}: {outcome.fault}")
 
+    def _end(self, seen: Seen, events: list[Event], further: str = "") -> NoReturn:
+        """End the run for what its events say, once a save of an earlier step that is under way has ended.
 
-def _finish(checkpoints: Checkpoints) -> None:
-    """Wait for the save of the last step.
+        Raises:
+            RunStoppedError: always.
+        """
+        self._checkpoints.finish()
+        texts = "; ".join(event.text for event in events if event.kind in REASONS_TO_LEAVE)
+        raise RunStoppedError(f"the run stops at step {seen.state.step}: {texts}{further}")
 
-    Raises:
-        RunStoppedError: it failed; a run whose result is lost has not ended well.
-    """
-    outcome = checkpoints.finish()
-    if outcome is not None and outcome.fault is not None:
-        raise RunStoppedError(f"the run is at its end and could not save step {outcome.step}: {outcome.fault}")
+    def _go_back(self, seen: Seen, events: list[Event]) -> TrainingState:
+        """Return to the last good state, in memory or of a checkpoint, and save it as it is gone on from.
 
+        Raises:
+            RunStoppedError: there is none, or the run has gone back too often.
+        """
+        why_not = self._guard.why_not_back(seen.state)
+        if why_not is not None:
+            self._end(seen, events, f"; {why_not}")
+        self._checkpoints.finish()
+        reasons = [event for event in events if event.kind in REASONS_TO_LEAVE]
+        # Weights that are unequal come from no sample.
+        leave_out = not any(UNEQUAL in event.data for event in reasons)
+        state = self._guard.go_back(seen.state, leave_out)
+        source = "its copy in memory"
+        if state is None:
+            manifest = self._checkpoints.load_newest(self._engine.model_state, self._plan, seen.state.step)
+            if manifest is None:
+                self._end(seen, events, "; there is no state to go back to, in memory or on the disk")
+            self._monitors.load_state_dict(manifest.monitors)
+            state = returned(manifest.state.to_training_state(), seen.state, leave_out)
+            source = "its checkpoint"
+        self._recorder.go_back(state)
+        self._recorder.record_event(_event_of_return(state, reasons, source))
+        if self._settings.checkpoint.save_interval is not None:
+            # A resume has to know which samples are left out, and later checkpoints are of what was gone back from.
+            self._checkpoints.save_return(state)
+        return state
 
-def _stop(seen: Seen, events: list[Event], checkpoints: Checkpoints, further: str = "") -> NoReturn:
-    """End the run for what its events say, once a save of an earlier step that is under way has ended.
+    def _training_data(self, batch: Batch, position: int) -> Iterator[MicroBatch] | None:
+        """Return this rank's micro-batches of a step; None on ranks that need none."""
+        if not self._engine.needs_data:
+            return None
+        replicas = self._plan.layout.data_parallel_size
+        left_out = self._settings.training.skip_samples
+        return training_micro_batches(
+            self._corpus.train, self._order, batch, position, self._engine.replica, replicas, left_out
+        )
 
-    Raises:
-        RunStoppedError: always.
-    """
-    checkpoints.finish()
-    texts = "; ".join(event.text for event in events if event.kind in REASONS_TO_LEAVE)
-    raise RunStoppedError(f"the run stops at step {seen.state.step}: {texts}{further}")
+    def _is_last(self, step: int) -> bool:
+        return step == self._plan.length.total_steps
 
+    def _is_asked_to_stop(self, seen: Seen) -> bool:
+        # What a run does after its last step is not put off.
+        return seen.result.asked_to_stop and not self._is_last(seen.state.step)
 
-def _go_back(
-    plan: RunPlan,
-    engine: TrainingEngine,
-    seen: Seen,
-    events: list[Event],
-    guard: Guard,
-    monitors: Monitors,
-    recorder: Recorder | SilentRecorder,
-    checkpoints: Checkpoints,
-) -> TrainingState:
-    """Return to the last good state, in memory or of a checkpoint, and save it as it is gone on from. Collective.
+    def _is_save_due(self, seen: Seen) -> bool:
+        """Tell whether a save is due at the end of a step: every ``save_interval`` steps, at the last, where asked."""
+        interval = self._settings.checkpoint.save_interval
+        if interval is None:
+            return seen.result.asked_to_save
+        step = seen.state.step
+        return self._is_last(step) or self._is_due(step, interval) or seen.result.asked_to_save
 
-    Raises:
-        RunStoppedError: there is none, or the run has gone back too often.
-    """
-    reasons = [event for event in events if event.kind in REASONS_TO_LEAVE]
-    why_not = guard.why_not_back(seen.state)
-    if why_not is not None:
-        _stop(seen, events, checkpoints, f"; {why_not}")
-    checkpoints.finish()
-    # Weights that are unequal come from no sample.
-    leave_out = not any(UNEQUAL in event.data for event in reasons)
-    state = guard.go_back(seen.state, leave_out)
-    source = "its copy in memory"
-    if state is None:
-        manifest = checkpoints.load_newest(engine.model_state, plan, seen.state.step)
-        if manifest is None:
-            _stop(seen, events, checkpoints, "; there is no state to go back to, in memory or on the disk")
-        monitors.load_state_dict(manifest.monitors)
-        state = returned(manifest.state.to_training_state(), seen.state, leave_out)
-        source = "its checkpoint"
-    recorder.go_back(state)
-    recorder.record_event(_event_of_return(state, reasons, source))
-    if plan.run.megastable.checkpoint.save_interval is not None:
-        # A resume has to know which samples are left out, and later checkpoints are of what was gone back from.
-        checkpoints.save_return(state)
-    return state
+    def _is_due(self, step: int, interval: int) -> bool:
+        """Tell whether a thing is due at the end of ``step``: every ``interval`` steps and at the last; never for 0."""
+        return interval > 0 and (step % interval == 0 or self._is_last(step))
 
 
 def _event_of_return(state: TrainingState, reasons: list[Event], source: str) -> Event:
@@ -244,36 +288,6 @@ def _event_of_return(state: TrainingState, reasons: list[Event], source: str) ->
     return Event(state.step, state.consumed_samples, "rollback", text, asdict(rollback))
 
 
-def _training_data(
-    plan: RunPlan,
-    engine: TrainingEngine,
-    corpus: Corpus | BlendedCorpus,
-    order: Order,
-    batch: Batch,
-    position: int,
-) -> Iterator[MicroBatch] | None:
-    """Return this rank's micro-batches of a step; None on ranks that need none."""
-    if not engine.needs_data:
-        return None
-    replicas = plan.layout.data_parallel_size
-    left_out = plan.run.megastable.training.skip_samples
-    return training_micro_batches(corpus.train, order, batch, position, engine.replica, replicas, left_out)
-
-
 def _unequal_weights(seen: Seen, differences: list[str]) -> Event:
     lines = "".join(f"\n  {line}" for line in differences)
     return seen.event(STOP, UNEQUAL_WEIGHTS + lines, **{UNEQUAL: differences})
-
-
-def is_save_due(plan: RunPlan, step: int) -> bool:
-    """Tell whether a checkpoint is due at the end of ``step``: every ``save_interval`` steps, and at the last."""
-    interval = plan.run.megastable.checkpoint.save_interval
-    if interval is None:
-        return False
-    return step == plan.length.total_steps or _is_due(plan, step, interval)
-
-
-def _is_due(plan: RunPlan, step: int, interval: int) -> bool:
-    """Tell whether something is due at the end of ``step``: every ``interval`` steps and at the last; never for 0."""
-    is_last = step == plan.length.total_steps
-    return interval > 0 and (step % interval == 0 or is_last)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -179,10 +180,12 @@ def test_a_run_that_is_to_stop_where_a_save_fails_does(tmp_path: Path, disk: Pat
     )  # fmt: skip
     # Asked to stop, and its last steps are not saved.
     assert finished.exit_codes == [76, 76], finished.output
-    assert "could not save step 4, and megastable.checkpoint.on_failure is 'stop'" in finished.outputs[0]
+    # What fills the disk waits for the save before, and takes its outcome, where that ends late.
+    told = re.search(r"could not save step (\d+), and megastable.checkpoint.on_failure is 'stop'", finished.outputs[0])
+    assert told is not None and int(told[1]) in ((4, 6) if asynchronous else (4,)), finished.output
     assert "this step could not be saved" in finished.outputs[0]
     # In the background a save may take some steps to fail, but not until the next one is due.
     last_step = metrics(run_dir)[-1]["step"]
-    assert 4 <= last_step <= 8 if asynchronous else last_step == 4
+    assert 4 <= last_step <= 10 if asynchronous else last_step == 4
     (kept,) = step_folders(run_dir / "checkpoints")
     assert step_of(kept) == 2 and verify(kept) == []

@@ -96,7 +96,7 @@ def test_documents_by_hand(drawn: tuple[Tensor, list[list[int]]]) -> None:
 
 
 @every_kind
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(drawn=packed())
 def test_every_document_is_read_as_if_it_stood_alone(
     position: str, attention: str, drawn: tuple[Tensor, list[list[int]]]

@@ -47,14 +47,14 @@ def test_the_likeliest_tokens_are_those_of_transformers(saved: SavedModel) -> No
 
 def test_a_text_may_grow_past_the_length_of_a_sample(saved: SavedModel) -> None:
     assert saved.model.seq_length == 16
-    long = continued(saved, "a prompt that is longer than one sample", 40)
+    long = continued(saved, "a prompt that is longer than one sample", 20)
     assert len(long) > 10
 
 
 def test_a_seed_draws_one_text_and_another_seed_another(saved: SavedModel) -> None:
     bold = Sampling(temperature=1.5, top_k=0, top_p=1.0)
-    assert continued(saved, "x", 30, bold, seed=3) == continued(saved, "x", 30, bold, seed=3)
-    assert continued(saved, "x", 30, bold, seed=3) != continued(saved, "x", 30, bold, seed=4)
+    assert continued(saved, "x", 12, bold, seed=3) == continued(saved, "x", 12, bold, seed=3)
+    assert continued(saved, "x", 12, bold, seed=3) != continued(saved, "x", 12, bold, seed=4)
 
 
 def test_an_empty_prompt_begins_a_document(saved: SavedModel) -> None:

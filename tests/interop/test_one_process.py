@@ -1,4 +1,4 @@
-"""A checkpoint of any model, also of one that no class of transformers has, computes in one process as its layers do."""
+"""A checkpoint of any model, also one that no class of transformers has, computes in one process as its layers do."""
 
 from __future__ import annotations
 

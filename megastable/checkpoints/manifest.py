@@ -57,7 +57,8 @@ def _matches(pattern: str, legal: str) -> AfterValidator:
 
 Checksum = Annotated[str, _matches("[0-9a-f]{32}", "32 hexadecimal digits")]
 """xxh3_128."""
-FileName = Annotated[str, _matches("[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}", "the plain name of a file in the folder")]
+FILE_NAME_PATTERN: Final = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}"
+FileName = Annotated[str, _matches(FILE_NAME_PATTERN, "the plain name of a file in the folder")]
 """No path leads out of the folder, and no name is hidden or holds what a terminal would obey."""
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from xxhash import xxh3_128_hexdigest
 
-from megastable.checkpoints.manifest import MANIFEST_NAME, TENSORS_SUFFIX, FileRecord, Manifest
+from megastable.checkpoints.manifest import FILE_NAME_PATTERN, MANIFEST_NAME, TENSORS_SUFFIX, FileRecord, Manifest
 
 MOST_BYTES = 2**28
 """Of a file: those of the largest tokenizers are a tenth of it. Whatever else lies in a folder is left there."""
@@ -27,7 +28,8 @@ def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
 
 
 def _can_travel(name: str) -> bool:
-    return not name.startswith(".") and not name.endswith(TENSORS_SUFFIX) and name != MANIFEST_NAME
+    is_ours = name == MANIFEST_NAME or name.endswith(TENSORS_SUFFIX)
+    return not is_ours and re.fullmatch(FILE_NAME_PATTERN, name) is not None
 
 
 def write_tokenizer_files(folder: Path, files: Mapping[str, bytes]) -> dict[str, FileRecord]:

@@ -21,7 +21,10 @@ class NumberFormat(StrEnum):
 
 
 RunOrCheckpoint = Annotated[
-    Path, typer.Argument(help="a run folder, e.g. runs/quickstart, for its newest checkpoint; or a checkpoint")
+    Path,
+    typer.Argument(
+        metavar="MODEL", help="a run folder, e.g. runs/quickstart, for its newest checkpoint; or a checkpoint"
+    ),
 ]
 TokenizerFolder = Annotated[
     Path | None, typer.Option(help="folder of the tokenizer; default: the one that travels with the checkpoint")
@@ -30,7 +33,7 @@ TokenizerFolder = Annotated[
 
 def export(
     model: RunOrCheckpoint,
-    out: Annotated[Path, typer.Argument(help="the folder to write; it must not exist")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="the folder to write; it must not exist")],
     dtype: Annotated[
         NumberFormat | None, typer.Option(help="number format of the weights; default: the one the run computed with")
     ] = None,

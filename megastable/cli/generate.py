@@ -16,7 +16,7 @@ LINES = "\n\t"
 
 def generate(
     model: RunOrCheckpoint,
-    prompt: Annotated[str, typer.Argument(help='the text to go on with; "" begins a document')] = "",
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help='the text to go on with; "" begins a document')] = "",
     max_tokens: Annotated[int, typer.Option(min=1, max=1_000_000, help="tokens to generate at most")] = 100,
     temperature: Annotated[
         float, typer.Option(min=0.0, max=100.0, help="lower is safer, higher is bolder; 0: always the likeliest token")

@@ -14,8 +14,12 @@ from megastable.core.run_paths import default_run_dir
 
 
 def import_model(
-    folder: Annotated[Path, typer.Argument(help="folder of a transformers model, with config.json and safetensors")],
-    run_file: Annotated[Path, typer.Argument(help="the run file to write, e.g. gpt2.json; it must not exist")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="HF_DIR", help="folder of a transformers model, with config.json and safetensors")
+    ],
+    run_file: Annotated[
+        Path, typer.Argument(metavar="RUN_FILE", help="the run file to write, e.g. gpt2.json; it must not exist")
+    ],
     run_dir: Annotated[
         Path | None, typer.Option(help="run folder that gets the checkpoint; default: runs/<name of the run file>")
     ] = None,

@@ -21,7 +21,6 @@ from megastable.core.families.family import Family, MappedTensor
 from megastable.core.families.registry import FAMILIES, expressing_families, nearest_family
 from megastable.engine.tensor_file import TensorEntry, write_tensor_stream
 from megastable.interop.model_card import model_card
-from megastable.interop.number_formats import NUMBER_FORMATS, TORCH_NAMES
 from megastable.interop.progress import Progress
 from megastable.interop.saved_model import SavedModel, check_whole
 from megastable.interop.shards import METADATA, shard_name, split_into_shards, write_index
@@ -30,6 +29,8 @@ from megastable.interop.transforms import one_of_theirs
 from megastable.interop.verification import check_same_logits, wants_verification
 
 PARTIAL_SUFFIX = ".partial"
+NUMBER_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Name in a run file -> format of weights."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +169,7 @@ def _write_beside(
     end = tokenizer.eos_token_id
     ids = {"bos_token_id": _first_known(tokenizer.bos_token_id, end), "eos_token_id": end, "pad_token_id": None}
     transformers_version = {"transformers_version": version("transformers")}
-    # transformers before version 5 read the second of the two.
-    dtype_name = TORCH_NAMES[number_format]
+    dtype_name = str(NUMBER_FORMATS[number_format]).removeprefix("torch.")  # as a config.json has it: float32
     config = {
         **family.config_of(saved.model), **ids, "use_cache": True, "dtype": dtype_name, "torch_dtype": dtype_name,
         **transformers_version,

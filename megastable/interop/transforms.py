@@ -18,7 +18,9 @@ def to_theirs(ours: Tensor, mapped: MappedTensor) -> dict[str, Tensor]:
 
 
 def one_of_theirs(ours: Tensor, mapped: MappedTensor, part: Part) -> Tensor:
-    """Copy one tensor of theirs out of a whole one of ours."""
+    """Take one tensor of theirs out of a whole one of ours: a contiguous copy, or ours where both are the same."""
+    if part.rows == ((0, mapped.shape[0]),) and not part.transposed:
+        return ours
     rows = cut(ours, mapped.shard_of(part))
     return rows.t().contiguous() if part.transposed else rows
 

@@ -47,14 +47,14 @@ def test_the_likeliest_tokens_are_those_of_transformers(saved: SavedModel) -> No
 
 def test_a_text_may_grow_past_the_length_of_a_sample(saved: SavedModel) -> None:
     assert saved.model.seq_length == 16
-    long = continued(saved, "a prompt that is longer than one sample", 40)
+    long = continued(saved, "a prompt that is longer than one sample", 20)
     assert len(long) > 10
 
 
 def test_a_seed_draws_one_text_and_another_seed_another(saved: SavedModel) -> None:
     bold = Sampling(temperature=1.5, top_k=0, top_p=1.0)
-    assert continued(saved, "x", 30, bold, seed=3) == continued(saved, "x", 30, bold, seed=3)
-    assert continued(saved, "x", 30, bold, seed=3) != continued(saved, "x", 30, bold, seed=4)
+    assert continued(saved, "x", 12, bold, seed=3) == continued(saved, "x", 12, bold, seed=3)
+    assert continued(saved, "x", 12, bold, seed=3) != continued(saved, "x", 12, bold, seed=4)
 
 
 def test_an_empty_prompt_begins_a_document(saved: SavedModel) -> None:
@@ -93,6 +93,7 @@ logits = st.lists(st.integers(-30, 30), min_size=1, max_size=12).map(lambda valu
 
 
 @given(logits=logits, top_k=st.integers(0, 15), top_p=st.floats(1e-6, 1), seed=st.integers(0, 99))
+@settings(deadline=None)
 def test_a_draw_is_among_the_likeliest(logits: torch.Tensor, top_k: int, top_p: float, seed: int) -> None:
     sampling = Sampling(temperature=0.7, top_k=top_k, top_p=top_p)
     token = sampling.draw(logits, torch.Generator().manual_seed(seed))
@@ -104,6 +105,7 @@ def test_a_draw_is_among_the_likeliest(logits: torch.Tensor, top_k: int, top_p: 
 
 
 @given(logits=logits, seed=st.integers(0, 99))
+@settings(deadline=None)
 def test_one_candidate_is_the_likeliest(logits: torch.Tensor, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for sampling in (GREEDY, Sampling(1.0, 1, 1.0), Sampling(1.0, 0, 1e-6), Sampling(1e-30, 0, 1.0)):

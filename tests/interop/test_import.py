@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +150,13 @@ def test_shards_and_a_file_of_the_base_model_alone_are_read(tmp_path: Path) -> N
     imported(tmp_path / "again", tmp_path / "sharded")
     exported(tmp_path / "again" / "run", tmp_path / "again" / "out")
     assert_same_tensors(tmp_path / "again" / "out", tmp_path / "sharded")
+
+
+def test_a_full_disk_is_one_message_and_leaves_nothing(
+    tmp_path: Path, theirs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(descriptor: int, data: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("megastable.engine.tensor_file.os.write", write)
+    assert "cannot be written: No space left on device" in refused(tmp_path, theirs)

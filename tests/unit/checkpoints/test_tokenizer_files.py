@@ -39,7 +39,7 @@ def test_a_file_that_has_changed_is_named(tmp_path: Path) -> None:
 
 
 def test_what_is_no_part_of_a_tokenizer_stays_behind(tmp_path: Path) -> None:
-    for name in ("tokenizer.json", ".hidden", "model.safetensors", "manifest.json"):
+    for name in ("tokenizer.json", ".hidden", "odd name", "model.safetensors", "manifest.json"):
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "folder").mkdir()
     assert read_tokenizer_files(tmp_path) == {"tokenizer.json": b"x"}

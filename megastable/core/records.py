@@ -52,7 +52,7 @@ class StepResult:
     loss_scale: float
     """The scale that this step's loss was multiplied by."""
     skipped: bool
-    """True where the update was not applied because a gradient or the loss was not finite."""
+    """True where the update was not applied: a gradient or the loss was not finite, or there was nothing to learn."""
     step_seconds: float
     watched: Watched | None = None
     """None where the step was not watched."""

@@ -47,6 +47,12 @@ def training_micro_batches(
     return _share(dataset, samples, batch.micro_batch_size, replica, num_replicas)
 
 
+def has_tokens_to_learn(dataset: Samples, order: Order, batch: Batch, consumed_samples: int) -> bool:
+    """Tell whether any label of a step's global batch counts; the same on every rank."""
+    positions = consumed_samples + np.arange(batch.global_batch_size)  # (global batch,)
+    return any(dataset.valid_tokens(sample) > 0 for sample in order(positions).tolist())
+
+
 def evaluation_micro_batches(
     dataset: Samples, micro_batch_size: int, max_samples: int, replica: int, num_replicas: int
 ) -> Iterator[MicroBatch]:

@@ -11,7 +11,7 @@ from megastable.core.batch_rampup import Batch
 from megastable.core.errors import AskedToStopError, RunStoppedError
 from megastable.core.records import Event, StepResult, TrainingState
 from megastable.core.time_limit import TimeLimit
-from megastable.data import BlendedCorpus, Corpus, MicroBatch, Order, training_micro_batches
+from megastable.data import BlendedCorpus, Corpus, MicroBatch, Order, has_tokens_to_learn, training_micro_batches
 from megastable.engine.checkpoint import num_state_bytes
 from megastable.engine.checkpoint_writer import SaveOutcome
 from megastable.engine.process_group import stop_together
@@ -29,6 +29,10 @@ UNEQUAL_WEIGHTS = (
     "weights that should be equal are not, which is a fault of hardware or software and not of training; go on from "
     "the last checkpoint, on other devices:"
 )
+
+NOTHING_TO_LEARN = "nothing_to_learn"
+"""The kind of the event that a global batch had prompts alone."""
+NOTHING_TO_LEARN_TEXT = "the global batch has no token to learn from, only prompts: the step was skipped"
 
 ASKED_TO_STOP = "asked_to_stop"
 """The kind of the event that somebody or the clock has asked the run to stop."""
@@ -69,14 +73,25 @@ def train_steps(
         # a skipped step moves on in the data and leaves the learning rate alone.
         batch = engine.rampup_hook.before_step(state.consumed_samples)
         learning_rate = plan.learning_rate(state.applied_samples, batch)
-        micro_batches = _training_data(plan, engine, corpus, order, batch, state.consumed_samples)
-        watch = monitors.should_watch_next_step or _is_due(plan, state.step + 1, settings.monitors.interval)
-        result = engine.train_batch(micro_batches, learning_rate, watch)
+        # Only prompts leave a whole batch without a label that counts. The update would still move the weights, by
+        # momentum and weight decay.
+        is_nothing_to_learn = corpus.has_prompts and not has_tokens_to_learn(
+            corpus.train, order, batch, state.consumed_samples
+        )
+        if is_nothing_to_learn:
+            result = engine.skip_batch(stop.agree(), time.monotonic() - started)
+        else:
+            micro_batches = _training_data(plan, engine, corpus, order, batch, state.consumed_samples)
+            watch = monitors.should_watch_next_step or _is_due(plan, state.step + 1, settings.monitors.interval)
+            result = engine.train_batch(micro_batches, learning_rate, watch)
         state = state.advance(batch, result, settings.model.seq_length)
 
         # All that decides from here on is the same on every rank: they stop, evaluate and save together or not at all.
         seen = Seen(state, batch, learning_rate, result, corpus.samples_per_epoch)
-        events = monitors.observe(seen)
+        events = [seen.event(NOTHING_TO_LEARN, NOTHING_TO_LEARN_TEXT)]
+        # What was not computed is no measurement.
+        if not is_nothing_to_learn:
+            events = monitors.observe(seen)
         consistency_seconds = None
         if _is_due(plan, state.step, settings.monitors.consistency_interval):
             differences, consistency_seconds = engine.check_consistency()

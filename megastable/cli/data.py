@@ -49,6 +49,10 @@ FormatOption = Annotated[
     typer.Option("--format", help="format of INPUT; default: by the names of its files", show_default=False),
 ]
 TextKey = Annotated[str, typer.Option(help="key of a JSON line, or column of a table, that holds the text")]
+PromptKey = Annotated[
+    str | None, typer.Option(help="key of a prompt in JSON lines, which is read and not learned; with --completion-key")
+]
+CompletionKey = Annotated[str | None, typer.Option(help="key of the completion that is learned after the prompt")]
 DatasetName = Annotated[str | None, typer.Option("--name", help="configuration of a dataset that has several")]
 Split = Annotated[str, typer.Option(help="split of a dataset")]
 BrokenOption = Annotated[
@@ -78,6 +82,8 @@ def build(
     tokenizer: TokenizerName = None,
     input_format: FormatOption = None,
     text_key: TextKey = "text",
+    prompt_key: PromptKey = None,
+    completion_key: CompletionKey = None,
     name: DatasetName = None,
     split: Split = "train",
     validation_fraction: Annotated[
@@ -137,11 +143,13 @@ def build(
 
     made = named_tokenizer(tokenizer, "--tokenizer")
     with _naming_options():
-        documents = open_input(Input(source, text_key, name, split), input_format and input_format.value).documents
+        given = Input(source, text_key, name, split, prompt_key, completion_key)
+        documents = open_input(given, input_format and input_format.value).documents
         built = build_pair(
             documents,
             made,
             expanded(output),
+            has_prompts=prompt_key is not None,
             validation_fraction=validation_fraction,
             skip_broken=broken is Broken.skip,
             num_workers=num_workers,

@@ -54,6 +54,12 @@ class JsonlSourceConfig(SourceSection):
         description="A file, a folder (its .jsonl, .jsonl.gz and .jsonl.zst files, read recursively) or a glob pattern."
     )
     text_key: NonEmpty = Field(default="text", description="Key of each line's object that holds the text.")
+    prompt_key: NonEmpty | None = Field(
+        default=None, description="Key of a prompt, which is read and not learned. null: lines have one text."
+    )
+    completion_key: NonEmpty | None = Field(
+        default=None, description="Key of the completion that is learned after the prompt; goes with prompt_key."
+    )
 
 
 class HfSourceConfig(SourceSection):
@@ -238,3 +244,18 @@ def blend_repeats(data: DataConfig) -> Iterator[Fault]:
             f"must have weights of fewer digits: in whole numbers of their ratio they sum to {period:,}, legal is at "
             f"most {LONGEST_PERIOD:,}",
         )
+
+
+def prompts_have_completions(data: DataConfig) -> Iterator[Fault]:
+    """Refuse one key of a prompt and its completion without the other, or beside a key that is not read then."""
+    key = "megastable.data.source"
+    sources = {key: data.source}
+    if isinstance(data.source, BlendSourceConfig):
+        sources = {f"{key}.sources[{index}].source": part.source for index, part in enumerate(data.source.sources)}
+    for path, source in sources.items():
+        if not isinstance(source, JsonlSourceConfig):
+            continue
+        if (source.prompt_key is None) != (source.completion_key is None):
+            yield Fault(f"{path}.prompt_key", source.prompt_key, "goes with completion_key: give both or neither")
+        elif source.prompt_key is not None and source.text_key != "text":
+            yield Fault(f"{path}.text_key", source.text_key, "is not read beside prompt_key; remove one of them")

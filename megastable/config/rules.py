@@ -42,7 +42,7 @@ from megastable.config.cross_rules import (
     warmup_ends_before_decay,
     world_size_holds_whole_replicas,
 )
-from megastable.config.data import blend_has_names, blend_repeats, tokenizer_is_made
+from megastable.config.data import blend_has_names, blend_repeats, prompts_have_completions, tokenizer_is_made
 from megastable.config.deepspeed_keys import adamw_decouples_weight_decay, loss_scale_starts_above_minimum
 from megastable.config.lr_schedule import lr_keys_belong_to_the_type
 from megastable.config.model import (
@@ -113,6 +113,7 @@ RULES: tuple[Rule, ...] = (
     Rule(capped_attention_is_plain),
     Rule(blend_has_names),
     Rule(blend_repeats),
+    Rule(prompts_have_completions),
     Rule(tokenizer_is_made),
     Rule(bpe_fits_the_model),
     Rule(bytes_fit_the_model),

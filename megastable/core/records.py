@@ -87,7 +87,8 @@ class StepResult:
     loss_scale: float
     """The scale that this step's loss was multiplied by."""
     skipped: bool
-    """True where the update was not applied: a gradient or the loss was not finite, or the update was vetoed."""
+    """True where the update was not applied: a gradient or the loss was not finite, it was vetoed, or there was nothing
+    to learn."""
     step_seconds: float
     watched: Watched | None = None
     """None where the step was not watched."""
@@ -97,6 +98,8 @@ class StepResult:
     """True where the update was skipped although loss and gradients were finite."""
     asked_to_save: bool = False
     """True where a rank asked for a save after the step."""
+    has_labels: bool = True
+    """False where the global batch had no token to learn from, so that nothing was computed."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from megastable.data.dataset import TokenDataset
 from megastable.data.micro_batches import (
     MicroBatch,
     evaluation_micro_batches,
+    has_tokens_to_learn,
     num_evaluation_micro_batches,
     training_micro_batches,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "TokenDataset",
     "check_serves_run",
     "evaluation_micro_batches",
+    "has_tokens_to_learn",
     "num_evaluation_micro_batches",
     "prepare_corpus",
     "training_micro_batches",

@@ -14,10 +14,12 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from megastable.core.errors import UserError
+from megastable.data.beside import meta_path, tokenizer_path
 from megastable.data.corpus import SplitDocuments
 from megastable.data.indexed_format import index_path, tokens_path
 from megastable.data.indexed_writer import checksums_path
 from megastable.data.progress import note
+from megastable.data.prompts import Document
 from megastable.data.sample_order import validation_documents
 from megastable.data.sources import DocumentSource
 from megastable.data.token_store import (
@@ -51,16 +53,6 @@ class Built:
         return self.meta.num_empty_documents - len(self.broken)
 
 
-def meta_path(prefix: Path) -> Path:
-    """Return where the record of a pair that was built here is; pairs of other tools have none."""
-    return prefix.with_name(f"{prefix.name}.json")
-
-
-def tokenizer_path(prefix: Path) -> Path:
-    """Return the folder of the tokenizer of a pair that was built here."""
-    return prefix.with_name(f"{prefix.name}.tokenizer")
-
-
 def broken_path(prefix: Path) -> Path:
     """Return the list of documents that could not be read."""
     return prefix.with_name(f"{prefix.name}.broken.jsonl")
@@ -71,38 +63,12 @@ def validation_prefix(prefix: Path) -> Path:
     return prefix.with_name(f"{prefix.name}.validation")
 
 
-def tokenizer_beside(prefix: Path) -> Path | None:
-    """Find the tokenizer that made a pair: beside it, or in the folder of the cache that it is in; None without one."""
-    folders = (tokenizer_path(prefix), tokenizer_path(_built_with(prefix)), prefix.parent / TOKENIZER_FOLDER)
-    return next((folder for folder in folders if folder.is_dir()), None)
-
-
-def record_beside(prefix: Path) -> TokenStoreMeta | None:
-    """Read the record of a pair, or that of the cache's folder that it is in; None where there is none.
-
-    Raises:
-        UserError: it is damaged.
-    """
-    paths = (meta_path(prefix), meta_path(_built_with(prefix)), prefix.parent / META_FILE)
-    path = next((path for path in paths if path.is_file()), None)
-    if path is None:
-        return None
-    try:
-        return read_meta(path)
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{path} is no record of a pair ({error})") from error
-
-
-def _built_with(prefix: Path) -> Path:
-    """Return the pair that a pair of validation documents was built with."""
-    return prefix.with_name(prefix.name.removesuffix(".validation"))
-
-
 def build_pair(
     source: DocumentSource,
     tokenizer: TextTokenizer,
     prefix: Path,
     *,
+    has_prompts: bool = False,
     validation_fraction: float,
     skip_broken: bool,
     num_workers: int,
@@ -114,6 +80,7 @@ def build_pair(
     after those that are on disk.
 
     Args:
+        has_prompts: whether the documents are prompts with completions.
         skip_broken: leave out documents that cannot be read, and list them; otherwise the first one is an error.
         num_workers: processes that encode; 0 encodes here.
 
@@ -129,7 +96,14 @@ def build_pair(
                 _begin(folder, source, validation_fraction, skip_broken, show_progress)
                 is_validation = validation_documents(len(source), validation_fraction)
                 documents = _ReadableDocuments(SplitDocuments(source, is_validation), folder, skip_broken)
-                write_token_store(folder, documents, tokenizer, show_progress=show_progress, num_workers=num_workers)
+                write_token_store(
+                    folder,
+                    documents,
+                    tokenizer,
+                    show_progress=show_progress,
+                    num_workers=num_workers,
+                    has_prompts=has_prompts,
+                )
                 (folder / FINISHED_FILE).touch()
             built = _publish(folder, prefix)
         Path(f"{folder}.lock").unlink(missing_ok=True)
@@ -164,7 +138,7 @@ def _begin(
     path.write_text(identity)
 
 
-class _ReadableDocuments(Sequence[tuple[str, bool]]):
+class _ReadableDocuments(Sequence[tuple[Document, bool]]):
     """Documents of which those that cannot be read are listed, and have no text."""
 
     def __init__(self, documents: SplitDocuments, folder: Path, skip_broken: bool) -> None:

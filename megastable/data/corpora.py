@@ -49,6 +49,11 @@ class Corpus:
         return len(self.train)
 
     @property
+    def has_prompts(self) -> bool:
+        """Tell whether some tokens are read and not learned."""
+        return self.train.prompts is not None
+
+    @property
     def parts(self) -> Mapping[str, tuple[float, Corpus]]:
         """Return nothing: this is no blend."""
         return {}
@@ -121,6 +126,11 @@ class BlendedCorpus:
     def samples_per_epoch(self) -> int | None:
         """Return None: each source has epochs of its own."""
         return None
+
+    @property
+    def has_prompts(self) -> bool:
+        """Tell whether some tokens of a source are read and not learned."""
+        return any(corpus.has_prompts for _, corpus in self.parts.values())
 
     def order(self, seed: int) -> Order:
         """Return which training sample comes when."""

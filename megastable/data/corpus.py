@@ -19,8 +19,9 @@ from megastable.data.corpora import BlendedCorpus, Corpus
 from megastable.data.dataset import TokenDataset
 from megastable.data.indexed_source import IndexedSource
 from megastable.data.progress import note
+from megastable.data.prompts import Document, text_of
 from megastable.data.sample_order import hash64, validation_documents
-from megastable.data.sources import DocumentSource, Source, naming_part, open_source, reads_in_order
+from megastable.data.sources import DocumentSource, Source, has_prompts, naming_part, open_source, reads_in_order
 from megastable.data.text_tokenizers import check_fits_model, make_tokenizer, tokenizer_identity
 from megastable.data.token_store import (
     FORMAT_VERSION,
@@ -105,6 +106,7 @@ def _prepare_one(data: DataConfig, model: ModelConfig, show_progress: bool, num_
             file.checksums,
             file.first_token,
             file.remedy,
+            file.prompts,
         )
 
     return Corpus(
@@ -154,12 +156,13 @@ def _build(
         tokenizer,
         show_progress=show_progress,
         num_workers=num_workers,
+        has_prompts=has_prompts(data.source),
     )
     if meta.num_empty_documents:
         note(f"{source.name}: left out {meta.num_empty_documents:,} documents without text", show=show_progress)
 
 
-class SplitDocuments(Sequence[tuple[str, bool]]):
+class SplitDocuments(Sequence[tuple[Document, bool]]):
     """The documents of a source, each with whether it is for validation, read when they are asked for."""
 
     def __init__(self, source: DocumentSource, is_validation: npt.NDArray[np.bool_]) -> None:
@@ -173,13 +176,14 @@ class SplitDocuments(Sequence[tuple[str, bool]]):
         return read_document(self._source, index), bool(self._is_validation[index])
 
 
-def read_document(source: DocumentSource, index: int) -> str:
+def read_document(source: DocumentSource, index: int) -> Document:
     """Read a document that every tokenizer can take.
 
     Raises:
         UserError: it has half of a surrogate pair, which UTF-8 cannot write; rows of a data set may.
     """
-    text = source[index]
+    document = source[index]
+    text = text_of(document)
     try:
         # An ASCII text, which Python knows without a look, needs no second copy in memory.
         if not text.isascii():
@@ -189,7 +193,7 @@ def read_document(source: DocumentSource, index: int) -> str:
             f"megastable.data.source: document {index:,} of {source.name} is no Unicode text: it has half of a "
             f"surrogate pair (character {error.start:,}); mend or remove it"
         ) from error
-    return text
+    return document
 
 
 def texts_to_learn_from(source: DocumentSource, documents: npt.NDArray[np.int64], *, in_order: bool) -> Iterator[str]:
@@ -206,6 +210,6 @@ def texts_to_learn_from(source: DocumentSource, documents: npt.NDArray[np.int64]
         if characters >= BPE_TRAINING_CHARACTERS:
             return
         # A single document may be larger than the whole budget.
-        text = read_document(source, int(index))[: BPE_TRAINING_CHARACTERS - characters]
+        text = text_of(read_document(source, int(index)))[: BPE_TRAINING_CHARACTERS - characters]
         characters += len(text)
         yield text

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from megastable.core.errors import DamagedDataError
 from megastable.core.labels import IGNORED_LABEL
 from megastable.data.block_checksums import BlockChecksums, TokenArray, describe_damage
+from megastable.data.prompts import PromptSpans
 
 REBUILD = "delete the folder, and the next start builds it again"
 
@@ -36,6 +37,8 @@ class TokenDataset:
     """Where ``tokens`` begin in their file."""
     remedy: str = REBUILD
     """What a message tells the user to do about damaged tokens."""
+    prompts: PromptSpans | None = field(default=None, repr=False)
+    """Which tokens are of prompts, whose labels are ignored; None where there are none."""
 
     def __len__(self) -> int:
         """Count the samples; 0 where there are fewer than two tokens."""
@@ -48,7 +51,7 @@ class TokenDataset:
         Raises:
             DamagedDataError: the tokens are not those that were written, or an id is outside the vocabulary.
         """
-        valid = self.valid_tokens(index)
+        valid = self._num_labels(index)
         start = index * self.seq_length
         stop = start + valid + 1
         self._compare(self.first_token + start, self.first_token + stop)
@@ -63,6 +66,8 @@ class TokenDataset:
         kept = min(len(window), self.seq_length)
         input_ids[:kept] = window[:kept]
         labels[:valid] = window[1:]
+        if self.prompts is not None:
+            labels[:valid][~self._learned(self.prompts, index)] = IGNORED_LABEL
         return input_ids, labels
 
     def _compare(self, start: int, stop: int) -> None:
@@ -83,9 +88,20 @@ class TokenDataset:
         Raises:
             IndexError: the index is not in ``[0, len(self))``.
         """
+        if self.prompts is not None:
+            return int(np.count_nonzero(self._learned(self.prompts, index)))
+        return self._num_labels(index)
+
+    def _num_labels(self, index: int) -> int:
+        """Count the tokens of a sample that have one before them."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a dataset of {len(self)} samples")
         return min(self.seq_length, len(self.tokens) - 1 - index * self.seq_length)
+
+    def _learned(self, prompts: PromptSpans, index: int) -> npt.NDArray[np.bool_]:
+        """Return which labels of a sample are of completions, without those of its padding."""
+        start = self.first_token + index * self.seq_length + 1
+        return prompts.learned(start, start + self._num_labels(index))
 
     def padding_sample(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Make a sample of ``eod_id`` with ignored labels, which fills up a micro-batch without changing the loss."""

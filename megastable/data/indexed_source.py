@@ -13,10 +13,12 @@ import numpy.typing as npt
 from megastable.config import IndexedSourceConfig
 from megastable.core.errors import UserError
 from megastable.core.user_paths import expanded
+from megastable.data.beside import record_beside
 from megastable.data.block_checksums import BlockChecksums
 from megastable.data.indexed_format import IndexedTokens, check_ids, index_path, open_indexed, tokens_path
-from megastable.data.indexed_writer import checksums_path, hashed_dtype
+from megastable.data.indexed_writer import checksums_path, hashed_dtype, prompts_fingerprint
 from megastable.data.progress import note, track
+from megastable.data.prompts import PromptSpans
 from megastable.data.sample_order import num_validation_documents
 from megastable.data.token_store import (
     MappedTokens,
@@ -110,6 +112,8 @@ class IndexedSource:
                 if tokens is train:
                     counts += np.bincount(part, minlength=len(counts))
             digests.append(digest.digest())
+            if tokens.prompts is not None:
+                digests[-1] = prompts_fingerprint(digests[-1], _lengths_of(pair, tokens))
         meta = TokenStoreMeta(
             dtype=self._train.tokens.dtype.str,
             num_documents=len(self),
@@ -120,6 +124,7 @@ class IndexedSource:
             eod_id=tokenizer.eod_id,
             unigram_entropy_nats=unigram_entropy_nats(counts),
             fingerprint=store_fingerprint(*digests),
+            has_prompts=train.prompts is not None,
         )
         write_meta(folder, meta)
 
@@ -168,4 +173,14 @@ def _tokens_of(pair: IndexedTokens, part: slice = slice(None)) -> MappedTokens:
             checksums = BlockChecksums(pair.tokens, path)
         except ValueError as error:
             raise UserError(f"the checksums beside {tokens_path(pair.prefix)} are not its own: {error}") from error
-    return MappedTokens(tokens_path(pair.prefix), pair.tokens[part], checksums, part.start or 0, RESTORE)
+    record = record_beside(pair.prefix)
+    prompts = PromptSpans(pair) if record is not None and record.has_prompts else None
+    return MappedTokens(tokens_path(pair.prefix), pair.tokens[part], checksums, part.start or 0, RESTORE, prompts)
+
+
+def _lengths_of(pair: IndexedTokens, tokens: MappedTokens) -> npt.NDArray[Any]:
+    """Return the lengths of the sequences that a split of a pair has."""
+    starts = np.asarray(pair.sequence_pointers) // pair.tokens.itemsize
+    first = int(np.searchsorted(starts, tokens.first_token))
+    stop = int(np.searchsorted(starts, tokens.first_token + len(tokens.tokens)))
+    return pair.sequence_lengths[first:stop]

@@ -15,6 +15,7 @@ from megastable.data.corpus import read_document
 from megastable.data.hf_rows import is_saved_dataset, open_hf, open_tables
 from megastable.data.json_lines import SUFFIXES as JSONL_SUFFIXES
 from megastable.data.json_lines import JsonLines
+from megastable.data.prompts import Document
 from megastable.data.sources import DocumentSource
 from megastable.data.text_files import find_files, open_text, with_text
 
@@ -28,6 +29,9 @@ class Input(NamedTuple):
     name: str | None = None
     """Configuration of a dataset that has several."""
     split: str = "train"
+    prompt_key: str | None = None
+    completion_key: str | None = None
+    """Keys of JSON lines with prompts and completions in place of one text."""
 
 
 class Format(NamedTuple):
@@ -43,7 +47,15 @@ def _open_text(given: Input) -> DocumentSource:
 
 
 def _open_json_lines(given: Input) -> DocumentSource:
-    return JsonLines(JsonlSourceConfig(type="jsonl", path=given.path, text_key=given.text_key))
+    return JsonLines(
+        JsonlSourceConfig(
+            type="jsonl",
+            path=given.path,
+            text_key=given.text_key,
+            prompt_key=given.prompt_key,
+            completion_key=given.completion_key,
+        )
+    )
 
 
 def _open_dataset(given: Input) -> DocumentSource:
@@ -119,7 +131,12 @@ def open_input(given: Input, file_format: str | None) -> OpenInput:
     Raises:
         UserError: there are none, or they cannot be opened.
     """
-    chosen = FORMATS[file_format or format_of(given.path)]
+    name = file_format or format_of(given.path)
+    if (given.prompt_key is None) != (given.completion_key is None):
+        raise UserError("--prompt-key and --completion-key go together")
+    if given.prompt_key is not None and name != "jsonl":
+        raise UserError(f"--prompt-key: is for JSON lines, and {given.path} is read as {name}")
+    chosen = FORMATS[name]
     return OpenInput(chosen.open(given), chosen.reads_in_order)
 
 
@@ -135,7 +152,7 @@ class ReadableDocuments:
     def __len__(self) -> int:
         return len(self._documents)
 
-    def __getitem__(self, index: int) -> str:
+    def __getitem__(self, index: int) -> Document:
         try:
             return read_document(self._documents, index)
         except UserError as error:

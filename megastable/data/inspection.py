@@ -12,7 +12,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from megastable.core.errors import UserError, first_line, shown
-from megastable.data.build import record_beside, tokenizer_beside
+from megastable.data.beside import record_beside, tokenizer_beside
 from megastable.data.indexed_format import IndexedTokens, open_indexed, tokens_path
 from megastable.data.progress import track
 from megastable.data.token_store import TokenStoreMeta

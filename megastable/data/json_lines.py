@@ -15,6 +15,7 @@ from typing import BinaryIO, NoReturn, cast
 
 from megastable.config import JsonlSourceConfig
 from megastable.core.errors import UserError
+from megastable.data.prompts import Document, Prompted
 from megastable.data.text_files import files_fingerprint, find_files, with_text
 
 _READ_BYTES = 1 << 20
@@ -50,7 +51,9 @@ class JsonLines:
         self._root = found.root
         self._remarks = tuple(found.remarks)
         self._files = with_text(found.root, found.files, spec.path, found.remarks)
-        self._key = spec.text_key
+        self._keys = [spec.text_key]
+        if spec.prompt_key is not None and spec.completion_key is not None:
+            self._keys = [spec.prompt_key, spec.completion_key]
         # Where the last document was read, so that a later one of the same file is ahead.
         self._lines: Iterator[bytes] = iter(())
         self._opened: Path | None = None
@@ -59,7 +62,7 @@ class JsonLines:
     def __len__(self) -> int:
         return sum(self._line_counts)
 
-    def __getitem__(self, index: int) -> str:
+    def __getitem__(self, index: int) -> Document:
         """Read one document; a later one of the same file costs the lines between, any other the file up to it."""
         file, line = self._place(index)
         if file != self._opened or line < self._lines_read:
@@ -70,7 +73,8 @@ class JsonLines:
         if stored is None:
             raise UserError(f"megastable.data.source.path: {file} has become shorter while it was read")
         self._lines_read = line + 1
-        return self._text(stored, f"{file}, line {line + 1:,}")
+        texts = self._texts(stored, f"{file}, line {line + 1:,}")
+        return texts[0] if len(texts) == 1 else Prompted(*texts)
 
     def place(self, index: int) -> str:
         """Return where a document stands, for a report."""
@@ -86,7 +90,7 @@ class JsonLines:
 
     def fingerprint(self) -> str:
         """Hash every file's name, size and time of change."""
-        digest = hashlib.sha256(f"{self._key}\0".encode())
+        digest = hashlib.sha256("".join(f"{key}\0" for key in self._keys).encode())
         digest.update(files_fingerprint(self._root, self._files).encode())
         return digest.hexdigest()
 
@@ -104,15 +108,15 @@ class JsonLines:
             line -= count
         raise IndexError(f"document {index} of {len(self)}")
 
-    def _text(self, stored: bytes, place: str) -> str:
-        """Take the text out of a line; an empty line has none."""
+    def _texts(self, stored: bytes, place: str) -> list[str]:
+        """Take the text under each key out of a line; an empty line has none."""
         key = "megastable.data.source"
         try:
             text = stored.decode()
         except UnicodeDecodeError as error:
             raise UserError(f"{key}.path: {place} is not UTF-8 (byte {error.start:,} of the line)") from error
         if not text.strip():
-            return ""
+            return [""] * len(self._keys)
         try:
             row = json.loads(text.strip())
         except (ValueError, RecursionError) as error:
@@ -120,13 +124,13 @@ class JsonLines:
             raise UserError(f"{key}.path: {place} is not JSON ({why})") from error
         if not isinstance(row, dict):
             raise UserError(f"{key}.path: {place} is no JSON object but {type(row).__name__}")
-        if self._key not in row:
-            keys = ", ".join(repr(name) for name in list(row)[:10]) or "none"
-            raise UserError(f"{key}.text_key: {place} has no key {self._key!r}; its keys are {keys}")
-        document = row[self._key]
-        if not isinstance(document, str):
-            raise UserError(f"{key}.text_key: {place} holds {type(document).__name__}, not text, in {self._key!r}")
-        return document
+        for name in self._keys:
+            if name not in row:
+                keys = ", ".join(repr(other) for other in list(row)[:10]) or "none"
+                raise UserError(f"{key}.text_key: {place} has no key {name!r}; its keys are {keys}")
+            if not isinstance(row[name], str):
+                raise UserError(f"{key}.text_key: {place} holds {type(row[name]).__name__}, not text, in {name!r}")
+        return [row[name] for name in self._keys]
 
 
 def _is_json_lines(file: Path) -> bool:

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from megastable.core.errors import UserError
+from megastable.data.beside import meta_path, record_beside, tokenizer_beside, tokenizer_path
 from megastable.data.block_checksums import ChecksumWriter
-from megastable.data.build import meta_path, tokenizer_beside, tokenizer_path
 from megastable.data.indexed_format import IndexedTokens, index_path, open_indexed, tokens_path, write_index
 from megastable.data.indexed_writer import checksums_path
 from megastable.data.progress import track
@@ -52,6 +52,11 @@ def merge_pairs(prefixes: Sequence[Path], output: Path, *, show_progress: bool) 
 
 def _check_alike(pairs: Sequence[IndexedTokens]) -> None:
     first = pairs[0]
+    for pair in pairs:
+        record = record_beside(pair.prefix)
+        if record is not None and record.has_prompts:
+            # The result has no record, without which its prompts would be learned.
+            raise UserError(f"{pair.prefix} has prompts and completions, which are not merged; blend it in a run file")
     for pair in pairs[1:]:
         if pair.tokens.dtype != first.tokens.dtype:
             raise UserError(

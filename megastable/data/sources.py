@@ -16,6 +16,7 @@ from megastable.core.errors import UserError
 from megastable.data.hf_rows import open_hf
 from megastable.data.indexed_source import IndexedSource
 from megastable.data.json_lines import JsonLines
+from megastable.data.prompts import Document
 from megastable.data.synthetic import SyntheticDocuments
 from megastable.data.text_files import open_stdlib, open_text
 
@@ -54,7 +55,7 @@ class Source(Protocol):
 class DocumentSource(Source, Protocol):
     """Documents in a fixed order, each read when it is asked for."""
 
-    def __getitem__(self, index: int) -> str:
+    def __getitem__(self, index: int) -> Document:
         """Read one document.
 
         Raises:
@@ -116,12 +117,16 @@ class SourceKind:
     """Whether opening may fetch documents over the network, which a check of the run file must not do."""
     reads_in_order: Callable[[Any], bool] = lambda spec: False
     """Whether a source of this section is read from its begin to its end, so that going back takes long."""
+    has_prompts: Callable[[Any], bool] = lambda spec: False
+    """Whether the documents of this section are prompts with completions."""
 
 
 SOURCES: dict[str, SourceKind] = {
     "stdlib": SourceKind(open_stdlib),
     "text": SourceKind(open_text),
-    "jsonl": SourceKind(JsonLines, reads_in_order=lambda spec: True),
+    "jsonl": SourceKind(
+        JsonLines, reads_in_order=lambda spec: True, has_prompts=lambda spec: spec.prompt_key is not None
+    ),
     "hf": SourceKind(open_hf, may_download=True, reads_in_order=lambda spec: spec.stream_rows is not None),
     "synthetic": SourceKind(SyntheticDocuments),
     "indexed": SourceKind(IndexedSource),
@@ -148,3 +153,8 @@ def may_download(spec: SourceConfig) -> bool:
 def reads_in_order(spec: SourceConfig) -> bool:
     """Tell whether going back in a source takes long, as in a compressed file or a stream."""
     return SOURCES[spec.type].reads_in_order(spec)
+
+
+def has_prompts(spec: SourceConfig) -> bool:
+    """Tell whether the documents of a source are prompts with completions."""
+    return SOURCES[spec.type].has_prompts(spec)

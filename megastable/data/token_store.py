@@ -15,6 +15,7 @@ from megastable.data.block_checksums import BlockChecksums, TokenArray, describe
 from megastable.data.dataset import REBUILD
 from megastable.data.indexed_format import open_indexed, tokens_path
 from megastable.data.indexed_writer import checksums_path
+from megastable.data.prompts import PromptSpans
 
 FORMAT_VERSION = 3
 """Stores of version 2 have no index of their documents. Nothing looks for earlier stores: their corpora are built anew,
@@ -42,6 +43,8 @@ class TokenStoreMeta:
     unigram_entropy_nats: float
     fingerprint: str
     """Hash of all tokens and of the split: equal for equal data, wherever it was prepared."""
+    has_prompts: bool = False
+    """Whether every document is a prompt and a completion, of which only the completion is learned."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class MappedTokens:
     """Where ``tokens`` begin in the file."""
     remedy: str = REBUILD
     """What a message tells the user to do about damaged tokens."""
+    prompts: PromptSpans | None = None
 
 
 def open_token_store(folder: Path) -> tuple[TokenStoreMeta, MappedTokens, MappedTokens]:
@@ -124,4 +128,5 @@ def _map(prefix: Path, meta: TokenStoreMeta, num_tokens: int) -> MappedTokens:
         raise ValueError(f"{path.name} has ids of the type {indexed.tokens.dtype.str} instead of {meta.dtype}")
     if len(indexed.tokens) != num_tokens:
         raise ValueError(f"{path.name} has {len(indexed.tokens):,} tokens instead of {num_tokens:,}")
-    return MappedTokens(path, indexed.tokens, BlockChecksums(indexed.tokens, checksums_path(prefix)))
+    checksums = BlockChecksums(indexed.tokens, checksums_path(prefix))
+    return MappedTokens(path, indexed.tokens, checksums, prompts=PromptSpans(indexed) if meta.has_prompts else None)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +17,7 @@ import numpy as np
 from megastable.data.encoding import Ids, encoded
 from megastable.data.indexed_writer import NOTHING_WRITTEN, IndexedWriter, Written, holds
 from megastable.data.progress import note, tokenising
+from megastable.data.prompts import Document, Prompted, is_empty
 from megastable.data.token_store import (
     TOKENIZER_FOLDER,
     TRAIN,
@@ -31,8 +33,10 @@ PROGRESS_FILE = "progress.json"
 
 # A longer document is encoded in pieces: in parallel, and without all of its ids in memory at once.
 _PIECE_CHARACTERS = 1 << 20
-# Enough pieces at a time to keep the cores busy.
-_BATCH_CHARACTERS = 1 << 22
+# Enough pieces at a time to keep the cores busy, and not so many that processes wait for the one with the last.
+_BATCH_CHARACTERS = 1 << 20
+# Between two places to go on from: a slow disk takes a second to make sure that it has everything.
+_SYNC_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -49,14 +53,12 @@ class _Progress:
     train: Written = NOTHING_WRITTEN
     validation: Written = NOTHING_WRITTEN
 
-    def after(self, batch: _PieceBatch, train: Written, validation: Written) -> _Progress:
-        """Return how far the store is with one batch more."""
+    def after(self, batch: _PieceBatch) -> _Progress:
+        """Return how far the store is with one batch more, which is not yet said to be on disk."""
         return replace(
             self,
             finished_documents=self.finished_documents + batch.num_documents,
             empty_documents=self.empty_documents + sum(piece.is_empty_document for piece in batch.pieces),
-            train=train,
-            validation=validation,
         )
 
     def write(self, folder: Path) -> None:
@@ -92,11 +94,12 @@ def describe_progress(folder: Path) -> str:
 
 def write_token_store(
     folder: Path,
-    documents: Sequence[tuple[str, bool]],
+    documents: Sequence[tuple[Document, bool]],
     tokenizer: TextTokenizer,
     *,
     show_progress: bool = False,
     num_workers: int = 0,
+    has_prompts: bool = False,
 ) -> TokenStoreMeta:
     """Tokenise ``documents``, each (text, is it for validation), into ``folder``.
 
@@ -106,6 +109,7 @@ def write_token_store(
 
     Args:
         num_workers: processes that encode; 0 encodes here, on the threads of the tokenizer.
+        has_prompts: whether the documents are prompts with completions.
     """
     progress = _begin(folder, tokenizer, len(documents))
     first = progress.finished_documents
@@ -113,21 +117,26 @@ def write_token_store(
         note(f"Going on after {first:,} documents that an earlier start has tokenised", show=show_progress)
     texts = (documents[index] for index in range(first, len(documents)))
     with ExitStack() as stack:
-        train = IndexedWriter(folder / TRAIN, tokenizer.vocab_size, progress.train)
-        validation = IndexedWriter(folder / VALIDATION, tokenizer.vocab_size, progress.validation)
+        train = IndexedWriter(folder / TRAIN, tokenizer.vocab_size, progress.train, has_prompts=has_prompts)
+        validation = IndexedWriter(
+            folder / VALIDATION, tokenizer.vocab_size, progress.validation, has_prompts=has_prompts
+        )
         stack.callback(train.close)
         stack.callback(validation.close)
         # The workers first: they must not be forked from a process that draws a bar.
         batches = stack.enter_context(encoded(_batches(texts, tokenizer), tokenizer, num_workers))
         description = f"Tokenising {len(documents):,} documents"
         bar = stack.enter_context(tokenising(len(documents) - first, description, show=show_progress))
+        synced = time.monotonic()
         for batch, ids in batches:
             num_tokens = _append(train, validation, batch, ids, tokenizer.eod_id)
-            progress = progress.after(batch, train.sync(), validation.sync())
+            progress = progress.after(batch)
             bar.advance(batch.num_documents, num_tokens)
             # In the middle of a document there is no place to go on from.
-            if batch.pieces[-1].ends_document:
+            if batch.pieces[-1].ends_document and time.monotonic() - synced >= _SYNC_SECONDS:
+                progress = replace(progress, train=train.sync(), validation=validation.sync())
                 progress.write(folder)
+                synced = time.monotonic()
         meta = TokenStoreMeta(
             dtype=train.dtype.str,
             num_documents=len(documents),
@@ -137,7 +146,8 @@ def write_token_store(
             vocab_size=tokenizer.vocab_size,
             eod_id=tokenizer.eod_id,
             unigram_entropy_nats=unigram_entropy_nats(train.counts),
-            fingerprint=store_fingerprint(train.digest.digest(), validation.digest.digest()),
+            fingerprint=store_fingerprint(train.fingerprint(), validation.fingerprint()),
+            has_prompts=has_prompts,
         )
         train.finish()
         validation.finish()
@@ -175,6 +185,7 @@ class _Piece:
     text: str
     is_validation: bool
     ends_document: bool
+    ends_prompt: bool = False
     is_empty_document: bool = False
 
 
@@ -196,45 +207,63 @@ class _PieceBatch:
 def _append(train: IndexedWriter, validation: IndexedWriter, batch: _PieceBatch, all_ids: Ids, eod_id: int) -> int:
     """Append the ids of each piece to the pair of its split; returns how many there are."""
     eod = np.array([eod_id], dtype=np.int64)
-    with_text = [piece for piece in batch.pieces if piece.text]
     total = 0
     for writer, is_validation in ((train, False), (validation, True)):
         # An empty array makes an empty stream join as well.
         stream = [eod[:0]]
         ends = []
         num_tokens = 0
-        for piece, ids in zip(with_text, all_ids, strict=True):
-            if piece.is_validation != is_validation:
+        remaining = iter(all_ids)
+        for piece in batch.pieces:
+            ids = next(remaining) if piece.text else eod[:0]
+            if piece.is_validation != is_validation or piece.is_empty_document:
                 continue
             stream.append(ids)
             num_tokens += len(ids)
             if piece.ends_document:
                 stream.append(eod)
                 num_tokens += 1
+            if piece.ends_document or piece.ends_prompt:
                 ends.append(num_tokens)
         writer.append(np.concatenate(stream), np.array(ends, np.int64))
         total += num_tokens
     return total
 
 
-def _batches(documents: Iterable[tuple[str, bool]], tokenizer: TextTokenizer) -> Iterator[_PieceBatch]:
+def _batches(documents: Iterable[tuple[Document, bool]], tokenizer: TextTokenizer) -> Iterator[_PieceBatch]:
     """Cut documents into pieces, in order, and yield as many at a time as keep the cores busy.
 
     A document without text is a piece without text, so that finished documents can be counted.
     """
     batch: list[_Piece] = []
     characters = 0
-    for text, is_validation in documents:
-        pieces = [text]
-        if len(text) > _PIECE_CHARACTERS:
-            pieces = list(tokenizer.pieces(text, _PIECE_CHARACTERS))
-        for index, piece in enumerate(pieces, start=1):
-            batch.append(_Piece(piece, is_validation, index == len(pieces), is_empty_document=not text))
+    for document, is_validation in documents:
+        for piece in _pieces(document, is_validation, tokenizer):
+            batch.append(piece)
             # At least one, so that documents without text do not gather for ever.
-            characters += max(1, len(piece))
+            characters += max(1, len(piece.text))
             if characters >= _BATCH_CHARACTERS:
                 yield _PieceBatch(batch)
                 batch = []
                 characters = 0
     if batch:
         yield _PieceBatch(batch)
+
+
+def _pieces(document: Document, is_validation: bool, tokenizer: TextTokenizer) -> Iterator[_Piece]:
+    """Cut a document into pieces; the prompt of one has pieces of its own."""
+    if is_empty(document):
+        yield _Piece("", is_validation, ends_document=True, is_empty_document=True)
+        return
+    if isinstance(document, Prompted):
+        *most, last = _cut(document.prompt, tokenizer)
+        yield from (_Piece(text, is_validation, ends_document=False) for text in most)
+        yield _Piece(last, is_validation, ends_document=False, ends_prompt=True)
+        document = document.completion
+    *most, last = _cut(document, tokenizer)
+    yield from (_Piece(text, is_validation, ends_document=False) for text in most)
+    yield _Piece(last, is_validation, ends_document=True)
+
+
+def _cut(text: str, tokenizer: TextTokenizer) -> list[str]:
+    return list(tokenizer.pieces(text, _PIECE_CHARACTERS)) if len(text) > _PIECE_CHARACTERS else [text]

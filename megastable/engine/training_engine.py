@@ -214,6 +214,24 @@ class TrainingEngine:
         loss = losses / (self.deepspeed.gradient_accumulation_steps() * copies)
         return Candidate(loss, grad_norm, self.deepspeed.train_batch_size())
 
+    def skip_batch(self, asked_to_stop: bool, step_seconds: float) -> StepResult:
+        """Leave everything as it is where a batch has nothing to learn from, and return what a step returns.
+
+        Args:
+            asked_to_stop: whether a rank has been asked to stop, which a step tells by itself.
+            step_seconds: what it took to find that out.
+        """
+        loss_scale = float(self.deepspeed.optimizer.loss_scale) if self._run.fp16.enabled else 1.0
+        return StepResult(
+            loss=0.0,
+            grad_norm=0.0,
+            loss_scale=loss_scale,
+            skipped=True,
+            step_seconds=step_seconds,
+            asked_to_stop=asked_to_stop,
+            has_labels=False,
+        )
+
     def snapshot(self, reused: Snapshot | None = None) -> Snapshot:
         """Copy all that training changes to host memory, between two steps.
 

@@ -222,6 +222,9 @@ class SkippedSteps(Monitor):
 
 def reason_of_skip(grad_norm: float) -> str:
     """Say what was not finite in a skipped step of this gradient norm, as the beginning of a sentence."""
+    # Of a batch with one label that counts, the gradient is never exactly zero.
+    if grad_norm == 0:
+        return "the batch has no token to learn from"
     if math.isfinite(grad_norm):
         return "the loss was not finite, though every gradient was"
     return "a gradient was not finite"

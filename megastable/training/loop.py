@@ -10,11 +10,11 @@ from typing import NoReturn
 
 from megastable.core.batch_rampup import Batch
 from megastable.core.errors import AskedToStopError, RunStoppedError
-from megastable.core.records import Event, TrainingState, Verdict
+from megastable.core.records import Event, StepResult, TrainingState, Verdict
 from megastable.core.run_paths import RunPaths
 from megastable.core.sample_ranges import next_ranges
 from megastable.core.time_limit import TimeLimit
-from megastable.data import BlendedCorpus, Corpus, MicroBatch, training_micro_batches
+from megastable.data import BlendedCorpus, Corpus, MicroBatch, has_tokens_to_learn, training_micro_batches
 from megastable.engine.checkpoint import num_state_bytes
 from megastable.engine.checkpoint_writer import SaveOutcome
 from megastable.engine.process_group import stop_together
@@ -38,6 +38,9 @@ UNEQUAL = "unequal"
 """Key of such an event's data: the differences."""
 REASONS_TO_LEAVE = ("spike", "divergence", STOP)
 """Kinds of events after which a run may stop or go back."""
+NOTHING_TO_LEARN = "nothing_to_learn"
+"""The kind of the event that a global batch had prompts alone."""
+NOTHING_TO_LEARN_TEXT = "the global batch has no token to learn from, only prompts: the step was skipped"
 ASKED_TO_STOP = "asked_to_stop"
 """The kind of the event that somebody or the clock has asked the run to stop."""
 
@@ -93,7 +96,7 @@ class TrainingLoop:
             seen = self._take_step(state)
             # All that decides from here on is the same on every rank: they stop, evaluate and save together or not at
             # all.
-            events = [*self._guard.events(seen), *self._monitors.observe(seen)]
+            events = self._events_of(seen)
             evaluation = self._look_after(seen, events)
             # Recorded by now, so that files and terminal show why; not saved, since a resume would begin with these
             # weights.
@@ -112,6 +115,7 @@ class TrainingLoop:
 
     def _take_step(self, state: TrainingState) -> Seen:
         """Take the step after ``state``, and return it as monitors see it."""
+        started = time.monotonic()
         engine = self._engine
         engine.progress.begin_step(state.step + 1)
         if self._limit.is_near(self._stop.elapsed_seconds):
@@ -119,19 +123,35 @@ class TrainingLoop:
             self._stop.ask(f"has no time for another step within {limit}")
         if self._recorder.take_switch(self._paths.stop_switch):
             self._stop.ask(f"found the file {self._paths.stop_switch}")
-        asks_to_save = self._recorder.take_switch(self._paths.save_switch)
         # Samples are the clock: all consumed ones of the batch, those of applied updates of the learning rate. So a
         # skipped step moves on in the data and leaves the learning rate alone.
         batch = engine.rampup_hook.before_step(state.consumed_samples)
         learning_rate = self._plan.learning_rate(state.applied_samples, batch)
-        watch = self._monitors.should_watch_next_step or self._is_due(state.step + 1, self._settings.monitors.interval)
         self._guard.begin_step()
-        micro_batches = self._training_data(batch, state.data_position)
-        result = engine.train_batch(micro_batches, learning_rate, watch, self._guard.judge, asks_to_save)
         samples = next_ranges(state.data_position, batch.global_batch_size, self._settings.training.skip_samples)
+        # Only prompts leave a whole batch without a label that counts. The update would still move the weights, by
+        # momentum and weight decay.
+        if self._corpus.has_prompts and not has_tokens_to_learn(self._corpus.train, self._order, samples):
+            result = engine.skip_batch(self._stop.agree(), time.monotonic() - started)
+        else:
+            result = self._train_batch(state, batch, learning_rate)
         left_out = samples[-1][1] - state.data_position - batch.global_batch_size
         state = state.advance(batch, result, self._settings.model.seq_length, left_out)
         return Seen(state, batch, learning_rate, result, self._corpus.samples_per_epoch)
+
+    def _train_batch(self, state: TrainingState, batch: Batch, learning_rate: float) -> StepResult:
+        """Compute the step after ``state``, and apply its update unless the guard vetoes it."""
+        watch = self._monitors.should_watch_next_step or self._is_due(state.step + 1, self._settings.monitors.interval)
+        asks_to_save = self._recorder.take_switch(self._paths.save_switch)
+        micro_batches = self._training_data(batch, state.data_position)
+        return self._engine.train_batch(micro_batches, learning_rate, watch, self._guard.judge, asks_to_save)
+
+    def _events_of(self, seen: Seen) -> list[Event]:
+        """Return what guard and monitors have to say of a step."""
+        # What was not computed is no measurement.
+        if not seen.result.has_labels:
+            return [seen.event(NOTHING_TO_LEARN, NOTHING_TO_LEARN_TEXT)]
+        return [*self._guard.events(seen), *self._monitors.observe(seen)]
 
     def _look_after(self, seen: Seen, events: list[Event]) -> Evaluation | None:
         """Compare copies of weights and evaluate where that is due, and record the step with its events."""

@@ -53,6 +53,7 @@ def test_each_source_is_read_in_the_order_that_it_has_alone(
         assert abs(len(own) * total - len(whole) * weight) < total
 
 
+@settings(deadline=None)
 @given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any))
 def test_joined_samples_are_those_of_the_parts(lengths: list[int]) -> None:
     datasets = joined(lengths)

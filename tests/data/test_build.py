@@ -22,6 +22,7 @@ from megastable.core.errors import UserError
 from megastable.data import encoding, prepare_corpus, token_writer
 from megastable.data.indexed_format import open_indexed
 from megastable.data.json_lines import JsonLines
+from megastable.data.prompts import Document
 from megastable.data.text_tokenizers import BytesTokenizer
 from tests.data.data_examples import prepare_single, text_data, tiny_model, write_documents
 from tests.support.launches import write_run_file
@@ -84,6 +85,7 @@ def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_writer, "_BATCH_CHARACTERS", 100)
+    monkeypatch.setattr(token_writer, "_SYNC_SECONDS", 0)
 
 
 @pytest.mark.usefixtures("_small_batches")
@@ -136,7 +138,7 @@ def test_an_interrupted_build_goes_on_to_the_same_files(
     read: list[int] = []
     own = JsonLines.__getitem__
 
-    def interrupting(self: JsonLines, index: int) -> str:
+    def interrupting(self: JsonLines, index: int) -> Document:
         read.append(index)
         if index == 45 and not interrupted:
             interrupted.append(index)
@@ -161,7 +163,8 @@ def test_an_interrupted_build_goes_on_to_the_same_files(
 def test_a_killed_build_goes_on_to_the_same_files(tmp_path: Path) -> None:
     rows = rows_file(tmp_path / "rows.jsonl.gz", [f"{number} {'many words ' * 9}" for number in range(4000)])
     script = (
-        "from megastable.data import token_writer; token_writer._BATCH_CHARACTERS = 2000\n"
+        "from megastable.data import token_writer as writer\n"
+        "writer._BATCH_CHARACTERS = 2000; writer._SYNC_SECONDS = 0\n"
         "from megastable.cli.main import main; main()"
     )
     words = [sys.executable, "-c", script, "data", "build", str(rows), "-t", "bytes", "--workers", "2", "-o"]
@@ -212,6 +215,7 @@ def test_a_build_that_was_ended_while_its_files_were_moved_is_finished(
 def test_other_documents_or_options_are_built_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_file(tmp_path / "rows.jsonl.gz", line_50="{")
     monkeypatch.setattr(token_writer, "_BATCH_CHARACTERS", 100)
+    monkeypatch.setattr(token_writer, "_SYNC_SECONDS", 0)
     assert command("build", rows, "-o", tmp_path / "pair", "-t", "bytes")[0] == 2
     rows_file(rows, ["new"] * 60)
     code, _, errors = command("build", rows, "-o", tmp_path / "pair", "-t", "bytes")

@@ -13,6 +13,7 @@ from megastable.config import SourceConfig
 from megastable.config.data import SourceSection
 from megastable.config.section import kinds_of, tag_of
 from megastable.core.errors import UserError
+from megastable.data.prompts import text_of
 from megastable.data.sources import SOURCES, DocumentSource, open_source
 from tests.data.data_examples import DOCUMENTS, write_documents
 
@@ -22,7 +23,7 @@ def opened(**settings: Any) -> DocumentSource:
 
 
 def texts_of(source: DocumentSource) -> list[str]:
-    return [source[index] for index in range(len(source))]
+    return [text_of(source[index]) for index in range(len(source))]
 
 
 def test_the_standard_library_without_other_packages_and_tests() -> None:

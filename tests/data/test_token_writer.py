@@ -134,6 +134,7 @@ def _small_batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_writer, "_BATCH_CHARACTERS", 12)
         patch.setattr(token_writer, "_PIECE_CHARACTERS", 5)
+        patch.setattr(token_writer, "_SYNC_SECONDS", 0)
         yield
 
 
@@ -194,6 +195,7 @@ def test_any_number_of_processes_writes_the_same_bytes(
 
 def test_a_few_batches_are_read_ahead_and_no_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(token_writer, "_BATCH_CHARACTERS", 1)
+    monkeypatch.setattr(token_writer, "_SYNC_SECONDS", 0)
     reading = Interrupting([(str(index), False) for index in range(100)], at=50)
     with pytest.raises(KeyboardInterrupt):
         write_token_store(tmp_path, reading, BytesTokenizer(), num_workers=2)

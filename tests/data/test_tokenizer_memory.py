@@ -33,7 +33,8 @@ corpus.BPE_TRAINING_CHARACTERS = int(budget)
 source = open_source(text_data(Path(file), Path("unused")).source)
 make_tokenizer(BpeTokenizerConfig(type="bpe"), tiny_model(vocab_size=260), ["a few words"])
 before = peak_bytes()
-make_tokenizer(BpeTokenizerConfig(type="bpe"), tiny_model(), corpus._tokenizer_training_texts(source, np.arange(1)))
+texts = corpus.texts_to_learn_from(source, np.arange(1), in_order=False)
+make_tokenizer(BpeTokenizerConfig(type="bpe"), tiny_model(), texts)
 print(peak_bytes() - before)
 """
 

@@ -29,6 +29,11 @@ def blend(*parts: tuple[str, float]) -> str:
     return f"{M}.data.source={json.dumps({'type': 'blend', 'sources': sources})}"
 
 
+def jsonl(**keys: str) -> str:
+    """The override of a source of JSON lines with these keys."""
+    return f"{M}.data.source={json.dumps({'type': 'jsonl', 'path': 'x', **keys})}"
+
+
 PARTITION = f"{M}.pipeline.partition"
 STABLE = (f"{M}.lr_schedule.type=warmup_stable_decay",)
 NINE_STEPS = (f"{M}.training.total_samples=null", f"{M}.training.total_steps=9")
@@ -225,6 +230,18 @@ CASES = (
         (blend(("a", 0.1234567), ("b", 0.5)), f"{M}.data.tokenizer.type=bytes"),
         f"{M}.data.source.sources",
         (blend(("a", 0.12345), ("b", 0.5)), f"{M}.data.tokenizer.type=bytes"),
+    ),
+    Case(
+        "prompts_have_completions",
+        (jsonl(prompt_key="p"),),
+        f"{M}.data.source.prompt_key",
+        (jsonl(prompt_key="p", completion_key="c"),),
+    ),
+    Case(
+        "prompts_have_completions",
+        (jsonl(prompt_key="p", completion_key="c", text_key="t"),),
+        f"{M}.data.source.text_key",
+        (jsonl(text_key="t"),),
     ),
     Case(
         "tokenizer_is_made",

@@ -41,6 +41,7 @@ def test_decimal_weights_are_exact(weights: list[float]) -> None:
             assert abs(count - (position + 1) * weight / sum(exact)) < 1
 
 
+@settings(deadline=None)
 @given(weights=weight_lists, position=st.integers(0, 10**15))
 def test_any_position_follows_from_its_place_in_the_period(weights: list[int], position: int) -> None:
     blend = Blend(weights)
@@ -49,6 +50,7 @@ def test_any_position_follows_from_its_place_in_the_period(weights: list[int], p
     assert blend.at(position) == (source, index + periods * blend.weights[source])
 
 
+@settings(deadline=None)
 @given(weights=weight_lists, start=st.integers(0, 500), length=st.integers(1, 200))
 def test_no_batch_has_more_of_a_source_than_its_bound(weights: list[int], start: int, length: int) -> None:
     blend = Blend(weights)

@@ -1,0 +1,45 @@
+"""What lies beside a pair that was built here: its tokenizer and its record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megastable.core.errors import UserError
+from megastable.data.token_store import META_FILE, TOKENIZER_FOLDER, TokenStoreMeta, read_meta
+
+
+def meta_path(prefix: Path) -> Path:
+    """Return where the record of a pair that was built here is; pairs of other tools have none."""
+    return prefix.with_name(f"{prefix.name}.json")
+
+
+def tokenizer_path(prefix: Path) -> Path:
+    """Return the folder of the tokenizer of a pair that was built here."""
+    return prefix.with_name(f"{prefix.name}.tokenizer")
+
+
+def tokenizer_beside(prefix: Path) -> Path | None:
+    """Find the tokenizer that made a pair: beside it, or in the folder of the cache that it is in; None without one."""
+    folders = (tokenizer_path(prefix), tokenizer_path(_built_with(prefix)), prefix.parent / TOKENIZER_FOLDER)
+    return next((folder for folder in folders if folder.is_dir()), None)
+
+
+def record_beside(prefix: Path) -> TokenStoreMeta | None:
+    """Read the record of a pair, or that of the cache's folder that it is in; None where there is none.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    paths = (meta_path(prefix), meta_path(_built_with(prefix)), prefix.parent / META_FILE)
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        return None
+    try:
+        return read_meta(path)
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path} is no record of a pair ({error})") from error
+
+
+def _built_with(prefix: Path) -> Path:
+    """Return the pair that a pair of validation documents was built with."""
+    return prefix.with_name(prefix.name.removesuffix(".validation"))

@@ -22,13 +22,15 @@ DAMAGED_SUFFIX: Final = ".damaged"
 """It was found to be damaged when its step was written anew."""
 SUPERSEDED_SUFFIX: Final = ".superseded"
 """It is whole, and its step is being published anew; it goes once that is done."""
+ABANDONED_SUFFIX: Final = ".abandoned"
+"""It is whole, and of steps that the run has gone back from; it goes once a later save is whole."""
 DELETING_SUFFIX: Final = ".deleting"
 """It is being deleted."""
 NAMED_FAULTS: Final = 5
 """A damaged checkpoint may lack a file of every rank; its message names this many."""
 
 
-Kind = Literal["checkpoint", "partial", "damaged", "superseded", "deleting", "other"]
+Kind = Literal["checkpoint", "partial", "damaged", "superseded", "abandoned", "deleting", "other"]
 """What a folder is by its name; ``other`` is none of the rest."""
 
 _KINDS: Final[Mapping[str, Kind]] = {
@@ -36,6 +38,7 @@ _KINDS: Final[Mapping[str, Kind]] = {
     PARTIAL_SUFFIX: "partial",
     DAMAGED_SUFFIX: "damaged",
     SUPERSEDED_SUFFIX: "superseded",
+    ABANDONED_SUFFIX: "abandoned",
     DELETING_SUFFIX: "deleting",
 }
 
@@ -108,15 +111,18 @@ def fault_of_size(path: Path, size_bytes: int) -> str | None:
     return None
 
 
-def newest_complete(checkpoints: Path, warn: Callable[[str], None], before_step: int | None = None) -> Path | None:
+def newest_complete(
+    checkpoints: Path, warn: Callable[[str], None], before_step: int | None = None, sane_loss: bool = False
+) -> Path | None:
     """Find the complete checkpoint of the highest step; damaged ones are passed over with a warning.
 
     So are those that were saved in a row of skipped steps, unless there is no other: the run would go on skipping.
 
     Args:
         before_step: look only at checkpoints of lower steps.
+        sane_loss: pass over those of a run whose loss was far above its lowest value, too.
     """
-    in_skips = None
+    suspect = None
     for folder in step_folders(checkpoints):
         if before_step is not None and step_of(folder) >= before_step:
             continue
@@ -125,11 +131,16 @@ def newest_complete(checkpoints: Path, warn: Callable[[str], None], before_step:
         except UserError as error:
             warn(f"{error}; falling back to an older checkpoint")
             continue
-        if not manifest.is_in_skips:
+        why = None
+        if manifest.is_in_skips:
+            why = "in a row of skipped steps"
+        elif sane_loss and manifest.is_diverging:
+            why = "while the loss was too high"
+        if why is None:
             return folder
-        in_skips = in_skips or folder
-        warn(f"{folder} was saved in a row of skipped steps; falling back to an older checkpoint")
-    return in_skips
+        suspect = suspect or folder
+        warn(f"{folder} was saved {why}; falling back to an older checkpoint")
+    return suspect
 
 
 def publish(partial: Path, final: Path) -> None:
@@ -156,6 +167,24 @@ def delete(folder: Path) -> None:
     os.replace(folder, aside)
     flush_to_disk(folder.parent)
     _remove(aside)
+
+
+def abandon_after(checkpoints: Path, step: int) -> None:
+    """Take the names of later steps' checkpoints from them: no resume may go on from what a run has gone back from."""
+    for folder in step_folders(checkpoints):
+        if step_of(folder) > step:
+            aside = folder.with_name(folder.name + ABANDONED_SUFFIX)
+            _remove(aside)
+            os.replace(folder, aside)
+    if checkpoints.is_dir():
+        flush_to_disk(checkpoints)
+
+
+def delete_abandoned(checkpoints: Path) -> None:
+    """Delete the checkpoints of what a run has gone back from; called once a later save is whole."""
+    for path in sorted(checkpoints.glob("step_*")):
+        if kind_of(path) == "abandoned":
+            _remove(path)
 
 
 def clean_up(checkpoints: Path) -> list[str]:

@@ -226,6 +226,12 @@ class Manifest(Section):
         skips = self.monitors.get("skipped_steps", {}).get("consecutive_skips")
         return isinstance(skips, int) and skips >= FEWEST_SKIPS_OF_A_ROW
 
+    @property
+    def is_diverging(self) -> bool:
+        """Tell whether the loss had been far above its lowest value when the run was saved."""
+        steps = self.monitors.get("divergence", {}).get("steps_above")
+        return isinstance(steps, int) and steps > 0
+
     @model_validator(mode="after")
     def _pieces_lie_in_listed_files(self) -> Manifest:
         for name, tensor in self.tensors.items():

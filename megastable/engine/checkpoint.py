@@ -169,16 +169,27 @@ def load_newest(
     Returns:
         None where no checkpoint is whole.
     """
-    folder = newest_complete(checkpoints, warn, before_step)
-    while folder is not None:
+    while True:
+        folder = _chosen_by_rank_0(checkpoints, before_step, warn)
+        if folder is None:
+            return None
         manifest = complete_manifest(folder)
         faults = shared_faults(folder, manifest)
         if not faults:
             load_checkpoint(folder, manifest, state, layout, seed)
             return manifest
         warn(f"{folder} is damaged: {', '.join(faults)}; falling back to an older checkpoint")
-        folder = newest_complete(checkpoints, warn, before_step=step_of(folder))
-    return None
+        before_step = step_of(folder)
+
+
+def _chosen_by_rank_0(checkpoints: Path, before_step: int, warn: Callable[[str], None]) -> Path | None:
+    # A node may see the files of a shared folder late, and would choose another one.
+    chosen: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        folder = newest_complete(checkpoints, warn, before_step, sane_loss=True)
+        chosen[0] = None if folder is None else folder.name
+    dist.broadcast_object_list(chosen, src=0)
+    return None if chosen[0] is None else checkpoints / chosen[0]
 
 
 def load_checkpoint(

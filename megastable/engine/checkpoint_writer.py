@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megastable.checkpoints.folder import PARTIAL_SUFFIX, delete, folder_name, publish, step_folders, step_of
+from megastable.checkpoints.folder import PARTIAL_SUFFIX, abandon_after, delete_abandoned, folder_name, publish
 from megastable.checkpoints.manifest import write_manifest
 from megastable.checkpoints.thinning import space_fault, thin
 from megastable.checkpoints.tokenizer_files import write_tokenizer_files
@@ -126,12 +126,17 @@ class CheckpointWriter:
             self._ended.append(self._under_way.result())
             self._under_way = None
 
-    def delete_after(self, step: int) -> None:
-        """Delete the checkpoints of later steps, which a run has gone back from, on rank 0; none may be under way."""
-        if self._rank == 0 and self._loss() is None:
-            for folder in step_folders(self.checkpoints):
-                if step_of(folder) > step:
-                    delete(folder)
+    def abandon_after(self, step: int) -> str | None:
+        """Let no resume go on from the checkpoints of later steps, which the run has gone back from; none is under way.
+
+        Returns:
+            Why that did not work; None where it did.
+        """
+        return self._said_by_rank_0(lambda: self._abandon_after(step))
+
+    def _abandon_after(self, step: int) -> None:
+        if self._loss() is None:
+            abandon_after(self.checkpoints, step)
 
     def _write(self, record: RunRecord, snapshot: Snapshot, started: float, stall_seconds: float) -> SaveOutcome:
         step = record.state.step
@@ -210,6 +215,7 @@ class CheckpointWriter:
             return None
         try:
             thin(self.checkpoints, step, self._config)
+            delete_abandoned(self.checkpoints)
         except OSError as error:
             return f"an older checkpoint cannot be deleted: {error}"
         return None

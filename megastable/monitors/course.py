@@ -16,6 +16,8 @@ FEWEST_STEPS = 16
 """Fewer say little of how much values spread."""
 LEAST_DEVIATION_OF_LOSS = 0.01
 """Of the median. On a plateau the loss of neighbouring steps may be almost equal."""
+SMALLEST_DEVIATION = 1e-6
+"""Where the loss itself is zero, as of a text that is known by heart."""
 LEAST_DEVIATION_OF_LOG_NORM = 0.05
 ANY_BATCH = 1
 """A larger batch has a lower norm, which is nothing to judge; how much norms spread, by factors, it changes little."""
@@ -28,6 +30,8 @@ class Spikes(Monitor):
     A norm is compared by its logarithm, since norms spread by factors. A loss that jumps says that earlier updates have
     done harm, or that the data is bad: the run should go back. A norm that jumps has done no harm yet.
     """
+
+    is_of_the_text = True
 
     def __init__(self, plan: PlannedRun) -> None:
         super().__init__(plan)
@@ -46,7 +50,7 @@ class Spikes(Monitor):
         """Yield a judgement for a loss, and one for a norm, that is too many deviations above its median."""
         if len(self._losses.values) < max(FEWEST_STEPS, self._settings.window_steps // 4):
             return
-        least_of_loss = LEAST_DEVIATION_OF_LOSS * abs(self._losses.median)
+        least_of_loss = max(LEAST_DEVIATION_OF_LOSS * abs(self._losses.median), SMALLEST_DEVIATION)
         of_loss = self._losses.deviations(candidate.loss, candidate.global_batch_size, least_of_loss)
         of_norm = self._log_norms.deviations(_log(candidate.grad_norm), ANY_BATCH, LEAST_DEVIATION_OF_LOG_NORM)
         if of_loss > self._settings.spike_deviations:
@@ -71,6 +75,8 @@ class Spikes(Monitor):
 class Divergence(Monitor):
     """Judges a run whose loss, smoothed over 16 steps, has been far above its lowest value for many steps."""
 
+    is_of_the_text = True
+
     def __init__(self, plan: PlannedRun) -> None:
         super().__init__(plan)
         self._settings = plan.run.megastable.stability
@@ -80,7 +86,9 @@ class Divergence(Monitor):
 
     def observe(self, seen: Seen) -> Iterator[Event]:
         """Remember the loss of a step whose update was applied, and count those that are too high."""
-        if self._steps_above >= self._settings.divergence_steps:
+        # A step that is not finite is not judged.
+        was_judged = seen.result.vetoed or not seen.result.skipped
+        if was_judged and self._steps_above >= self._settings.divergence_steps:
             # It was told before this step's update; the next time is as many steps later.
             self._steps_above = 0
         if not seen.result.skipped:
@@ -109,6 +117,11 @@ class Divergence(Monitor):
         )
         data = {"smoothed_loss": smoothed, "lowest": self._lowest, "steps_above": self._steps_above}
         yield Judgement(Verdict.ROLLBACK, "divergence", text, data)
+
+    @property
+    def suspects_harm(self) -> bool:
+        """Tell whether the loss is above its lowest value by now, whatever becomes of it."""
+        return self._steps_above > 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the last losses, the lowest smoothed one and the count of steps above it."""

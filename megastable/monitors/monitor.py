@@ -89,6 +89,8 @@ class Monitor(ABC):
     metric_names: Sequence[str] = ()
     """Names of the numbers that ``values`` may return. They are keys of ``metrics.jsonl`` beside those of the step, so
     a run refuses to start with a name that is in use already."""
+    is_of_the_text: bool = False
+    """True where its memory says nothing of another text, with which a run may go on."""
     should_watch_next_step: bool = False
     """True where the next step should be watched layer by layer, whatever ``monitors.interval`` says."""
 
@@ -102,6 +104,11 @@ class Monitor(ABC):
     def judge(self, candidate: Candidate) -> Iterator[Judgement]:
         """Yield what this monitor thinks of a step before its update; remembers nothing, that is ``observe``'s."""
         yield from ()
+
+    @property
+    def suspects_harm(self) -> bool:
+        """Tell whether the weights may have come to harm in the last steps, so that no state proves good meanwhile."""
+        return False
 
     def values(self) -> Mapping[str, float]:
         """Return numbers for the metrics of the step that was just observed; a name may be missing at some steps."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megastable.core.errors import UserError
@@ -53,6 +53,11 @@ class Monitors:
         """Tell whether any monitor asks for the next step to be watched layer by layer."""
         return any(monitor.should_watch_next_step for monitor in self._monitors.values())
 
+    @property
+    def suspects_harm(self) -> bool:
+        """Tell whether any monitor thinks that the weights may have come to harm in the last steps."""
+        return any(monitor.suspects_harm for monitor in self._monitors.values())
+
     def values(self) -> dict[str, float]:
         """Return the numbers of all monitors for the step that was just observed.
 
@@ -75,9 +80,15 @@ class Monitors:
         """Return what all monitors remember, as plain values for a checkpoint."""
         return {name: monitor.state_dict() for name, monitor in self._monitors.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned; monitors that the checkpoint does not know start afresh."""
+    def load_state_dict(self, state: Mapping[str, Any], is_same_text: bool = True) -> None:
+        """Go on from what ``state_dict`` returned; monitors that the checkpoint does not know start afresh.
+
+        Args:
+            is_same_text: whether the run reads what it read then; otherwise memories of the text are left out.
+        """
         for name, monitor in self._monitors.items():
+            if monitor.is_of_the_text and not is_same_text:
+                continue
             if name in state:  # otherwise it was added to the program after the checkpoint was written
                 monitor.load_state_dict(state[name])
 

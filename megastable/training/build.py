@@ -24,7 +24,7 @@ from megastable.engine.training_engine import TrainingEngine
 from megastable.engine.writers import rewind_writers
 from megastable.monitors import Monitors
 from megastable.training.console import make_display
-from megastable.training.continuation import check_same_corpus, events_of_resume
+from megastable.training.continuation import check_same_corpus, events_of_resume, reads_the_same
 from megastable.training.loop import TrainingLoop
 from megastable.training.metrics import STEP_METRICS
 from megastable.training.output import report_on_stderr
@@ -140,7 +140,7 @@ def _train_connected(
             state = load_checkpoint(
                 start.checkpoint, start.manifest, engine.model_state, plan.layout, settings.training.seed
             )
-        monitors.load_state_dict(start.manifest.monitors)
+        monitors.load_state_dict(start.manifest.monitors, reads_the_same(start.manifest, plan.run, corpus.fingerprint))
     # Written only now: a run that could not be built leaves the folder of an earlier one as it was.
     stop_together(None if lock is None else lock.begin_writing())
     if lock is not None:

@@ -68,6 +68,8 @@ ALLOWABLE = (
     *(f"{MODEL}.{key}" for key in MODEL_HABITS),
 )
 """What is fixed by habit, as ``--allow-change`` names it. ``DATA`` as a whole is another text."""
+SAMPLE_KEYS = (f"{MODEL}.seq_length", f"{DATA}.packing", f"{DATA}.validation_fraction")
+"""Keys that make other samples of the same tokens."""
 TOKENS_DECIDE = (f"{DATA}.source", f"{DATA}.tokenizer", f"{DATA}.cache_dir")
 """Keys of the data that say where tokens come from; the tokens are compared once they are there."""
 
@@ -192,6 +194,16 @@ def nothing_left(checkpoint: Path, state: TrainingState, training: TrainingConfi
     return f"nothing to do: {checkpoint} is {how_far}. Nothing was changed; {advice}"
 
 
+def reads_the_same(manifest: Manifest, run: RunConfig, fingerprint: str) -> bool:
+    """Tell whether losses of ``run`` can be compared with those before the checkpoint: same tokens, in same samples.
+
+    Args:
+        fingerprint: of the tokens that the run has.
+    """
+    changed = {key for key, _, _ in differences(_with_later_keys(manifest.run), run_as_dict(run))}
+    return manifest.corpus_fingerprint == fingerprint and changed.isdisjoint(SAMPLE_KEYS)
+
+
 def events_of_resume(
     checkpoint: Path, manifest: Manifest, run: RunConfig, layout: ParallelLayout, fingerprint: str, own_folder: Path
 ) -> Iterator[Event]:
@@ -214,7 +226,8 @@ def events_of_resume(
     if checkpoint.parent == own_folder:
         for newer in step_folders(own_folder):
             if step_of(newer) > state.step:
-                yield event("passed_over", f"{newer} is newer but not complete", checkpoint=str(newer))
+                text = f"{newer} is newer, and not complete or saved in a row of skipped steps"
+                yield event("passed_over", text, checkpoint=str(newer))
 
 
 def _change_of_tokens(manifest: Manifest, fingerprint: str) -> Change | None:

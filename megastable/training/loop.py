@@ -26,7 +26,7 @@ from megastable.planning.run_plan import RunPlan
 from megastable.training.evaluation import evaluate
 from megastable.training.metrics import Evaluation, StepMetrics
 from megastable.training.recorder import Recorder, SilentRecorder
-from megastable.training.recovery import Guard, returned
+from megastable.training.recovery import UNEQUAL, Guard, Returned, returned
 from megastable.training.saving import Checkpoints
 
 UNEQUAL_WEIGHTS = (
@@ -34,8 +34,6 @@ UNEQUAL_WEIGHTS = (
     "the last checkpoint, on other devices:"
 )
 
-UNEQUAL = "unequal"
-"""Key of such an event's data: the differences."""
 REASONS_TO_LEAVE = ("spike", "divergence", STOP)
 """Kinds of events after which a run may stop or go back."""
 NOTHING_TO_LEARN = "nothing_to_learn"
@@ -89,8 +87,7 @@ class TrainingLoop:
                 on all ranks.
             AskedToStopError: a rank was asked to stop; on all ranks, after a save unless nothing is ever saved.
         """
-        self._guard.begin(state)
-        self._stop.begin_training()
+        self._begin(state)
         while state.step < self._plan.length.total_steps:
             started = time.monotonic()
             seen = self._take_step(state)
@@ -107,11 +104,20 @@ class TrainingLoop:
                 state = self._go_back(seen, events)
                 continue
             state = seen.state
-            self._guard.count_step(state, seen.result)
+            self._guard.count_step(seen, _loss_of(evaluation))
             self._limit.count_round(time.monotonic() - started)
             self._save_and_stop(seen, evaluation)
         self._finish()
         return self._last_eval_loss
+
+    def _begin(self, state: TrainingState) -> None:
+        started = time.monotonic()
+        if self._guard.begin(state):
+            self._recorder.note(f"a copy of the state to go back to took {time.monotonic() - started:.3g} s")
+        for switch in (self._paths.stop_switch, self._paths.save_switch):
+            if self._recorder.take_switch(switch):
+                self._recorder.note(f"removed the file {switch}, which was there before the run began")
+        self._stop.begin_training()
 
     def _take_step(self, state: TrainingState) -> Seen:
         """Take the step after ``state``, and return it as monitors see it."""
@@ -186,7 +192,7 @@ class TrainingLoop:
         """
         save_is_due = self._is_save_due(seen)
         if save_is_due:
-            self._checkpoints.save(seen.state, seen.result.loss, None if evaluation is None else evaluation.loss)
+            self._checkpoints.save(seen.state, seen.result.loss, _loss_of(evaluation))
         for outcome in self._checkpoints.report():
             self._take_in(outcome)
         asked_to_stop = self._is_asked_to_stop(seen)
@@ -210,12 +216,14 @@ class TrainingLoop:
         """
         stopped = f"the run stops at step {seen.state.step}: {reason}"
         self._recorder.record_event(seen.event(ASKED_TO_STOP, stopped, reason=reason))
-        if self._settings.checkpoint.save_interval is None:
+        if self._settings.checkpoint.save_interval is None and not seen.result.asked_to_save:
+            self._checkpoints.finish()
             unsaved = "nothing was saved, since megastable.checkpoint.save_interval is null"
             raise AskedToStopError(f"{stopped}; {unsaved}", saved=False)
         if not self._is_save_due(seen):
             self._checkpoints.save(seen.state, seen.result.loss, eval_loss=None)
-        outcome = self._checkpoints.finish()
+        self._checkpoints.finish()
+        outcome = self._checkpoints.last
         if outcome is None or outcome.fault is not None:
             raise AskedToStopError(f"{stopped}; this step could not be saved", saved=False)
         raise AskedToStopError(f"{stopped}; --resume goes on from {outcome.folder}", saved=True)
@@ -226,7 +234,8 @@ class TrainingLoop:
         Raises:
             RunStoppedError: it failed; a run whose result is lost has not ended well.
         """
-        outcome = self._checkpoints.finish()
+        self._checkpoints.finish()
+        outcome = self._checkpoints.last
         if outcome is not None and outcome.fault is not None:
             raise RunStoppedError(f"the run is at its end and could not save step {outcome.step}: {outcome.fault}")
 
@@ -249,25 +258,34 @@ class TrainingLoop:
         why_not = self._guard.why_not_back(seen.state)
         if why_not is not None:
             self._end(seen, events, f"; {why_not}")
-        self._checkpoints.finish()
-        reasons = [event for event in events if event.kind in REASONS_TO_LEAVE]
-        # Weights that are unequal come from no sample.
-        leave_out = not any(UNEQUAL in event.data for event in reasons)
-        state = self._guard.go_back(seen.state, leave_out)
-        source = "its copy in memory"
-        if state is None:
-            manifest = self._checkpoints.load_newest(self._engine.model_state, self._plan, seen.state.step)
-            if manifest is None:
-                self._end(seen, events, "; there is no state to go back to, in memory or on the disk")
-            self._monitors.load_state_dict(manifest.monitors)
-            state = returned(manifest.state.to_training_state(), seen.state, leave_out)
-            source = "its checkpoint"
-        self._recorder.go_back(state)
-        self._recorder.record_event(_event_of_return(state, reasons, source))
-        if self._settings.checkpoint.save_interval is not None:
-            # A resume has to know which samples are left out, and later checkpoints are of what was gone back from.
-            self._checkpoints.save_return(state)
+        for outcome in self._checkpoints.finish():
+            self._take_in(outcome)
+        back = self._guard.go_back(seen.state) or self._load_newest(seen)
+        if back is None:
+            self._end(seen, events, "; there is no state to go back to, in memory or on the disk")
+        state = back.state
+        fault = self._checkpoints.abandon_after(state.step)
+        with self._engine.progress.at_length("going back"):
+            self._recorder.go_back(state)
+        reasons = "; ".join(event.text for event in events if event.kind in REASONS_TO_LEAVE)
+        self._recorder.record_event(_event_of_return(back, reasons))
+        if fault is not None:
+            text = f"a resume may go on from what the run has gone back from: {fault}"
+            self._recorder.record_event(Event(state.step, state.consumed_samples, "warning", text, {}))
+        if self._settings.checkpoint.save_interval is not None or seen.result.asked_to_save:
+            # A resume has to know which samples are left out.
+            self._checkpoints.save(state, back.loss, back.eval_loss)
         return state
+
+    def _load_newest(self, seen: Seen) -> Returned | None:
+        """Go back to the newest whole checkpoint; None where there is none."""
+        manifest = self._checkpoints.load_newest(self._engine.model_state, self._plan, seen.state.step)
+        if manifest is None:
+            return None
+        self._monitors.load_state_dict(manifest.monitors)
+        state = returned(manifest.state.to_training_state(), seen.state)
+        self._guard.begin(state)
+        return Returned(state, manifest.loss, manifest.eval_loss, "its checkpoint")
 
     def _training_data(self, batch: Batch, position: int) -> Iterator[MicroBatch] | None:
         """Return this rank's micro-batches of a step; None on ranks that need none."""
@@ -299,13 +317,18 @@ class TrainingLoop:
         return interval > 0 and (step % interval == 0 or self._is_last(step))
 
 
-def _event_of_return(state: TrainingState, reasons: list[Event], source: str) -> Event:
+def _event_of_return(back: Returned, reasons: str) -> Event:
+    state = back.state
     rollback = state.rollbacks[-1]
-    why = "; ".join(event.text for event in reasons)
-    text = f"from step {rollback.from_step}, where {why}, to step {state.step}, from {source}"
-    if rollback.next_sample > rollback.first_sample:
-        text += f"; samples {rollback.first_sample:,} to {rollback.next_sample - 1:,} of the order are left out"
+    text = (
+        f"from step {rollback.from_step}, where {reasons}, to step {state.step}, from {back.source}; samples "
+        f"{rollback.first_sample:,} to {rollback.next_sample - 1:,} of the order are left out"
+    )
     return Event(state.step, state.consumed_samples, "rollback", text, asdict(rollback))
+
+
+def _loss_of(evaluation: Evaluation | None) -> float | None:
+    return None if evaluation is None else evaluation.loss
 
 
 def _unequal_weights(seen: Seen, differences: list[str]) -> Event:

@@ -105,13 +105,19 @@ class Recorder:
 
     def go_back(self, state: TrainingState) -> None:
         """Move the lines of the steps after ``state``, which come once more, to where a resume moves them."""
+        for file in (self._metrics, self._events):
+            # What a full disk has kept back is, but for the last lines, of the steps that come once more.
+            file.drop_kept()
         try:
-            self._folder.drop_lines_after(state.step)
+            unreadable = self._folder.drop_lines_after(state.step)
             rewind_writers(self._writers, state.consumed_samples)
-        except OSError as error:
+        except Exception as error:  # of a disk, or of any package behind a writer
+            unreadable = []
             report_on_stderr(f"lines of later steps stand twice ({error}); the run goes on")
         for file in (self._metrics, self._events):
             file.reopen()
+        for text in unreadable:
+            self.record_event(Event(state.step, state.consumed_samples, "set_aside", text, {}))
 
     def note(self, text: str) -> None:
         """Show a line of text."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megastable.config.stability import StabilityConfig
-from megastable.core.records import Candidate, Event, Judgement, Rollback, StepResult, TrainingState, Verdict
+from megastable.core.records import Candidate, Event, Judgement, Rollback, TrainingState, Verdict
 from megastable.engine.model_state import Snapshot
 from megastable.engine.training_engine import TrainingEngine
 from megastable.monitors import Monitors
@@ -19,16 +19,19 @@ CONFIRMED_AFTER_STEPS = 10
 DEEDS: dict[str, dict[Verdict, Verdict]] = {
     "warn": {Verdict.SKIP: Verdict.WARN, Verdict.ROLLBACK: Verdict.WARN},
     "skip": {Verdict.ROLLBACK: Verdict.SKIP},
-    # What would stop a run, such as skips in a row, may be over after a step back.
+    # What would stop a run, such as skips in a row, may be over after a step back; but see ``UNEQUAL``.
     "rollback": {Verdict.STOP: Verdict.ROLLBACK},
     "stop": {Verdict.SKIP: Verdict.STOP, Verdict.ROLLBACK: Verdict.STOP},
 }
 """Policy of the run file -> verdict of a monitor -> what is done, where that is something else."""
 
+UNEQUAL = "unequal"
+"""Key of the data of an event that copies of weights differ, with the differences. The states in memory may have been
+taken after that happened, and the fault is of hardware or software: going back helps with neither."""
 DONE = {
     Verdict.WARN: "the update is applied",
     Verdict.SKIP: "the update is not applied",
-    Verdict.ROLLBACK: "the update is not applied, and the run goes back",
+    Verdict.ROLLBACK: "the update is not applied, and the run is to go back",
     Verdict.STOP: "the update is not applied, and the run stops",
 }
 
@@ -40,6 +43,24 @@ class KeptState:
     state: TrainingState
     snapshot: Snapshot
     monitors: Mapping[str, Any]
+    loss: float | None
+    """Of the step that led to it; None before the first step of this process."""
+    eval_loss: float | None
+    """Where there was an evaluation after that step."""
+
+
+@dataclass(frozen=True)
+class Returned:
+    """Where a run has gone back to.
+
+    Attributes:
+        source: of the state, for people.
+    """
+
+    state: TrainingState
+    loss: float | None
+    eval_loss: float | None
+    source: str
 
 
 class GoodStates:
@@ -57,17 +78,21 @@ class GoodStates:
         self._sane_steps = 0
         self.good: KeptState | None = None
 
-    def take(self, state: TrainingState) -> None:
+    def take(self, state: TrainingState, loss: float | None = None, eval_loss: float | None = None) -> None:
         """Copy the state as it is, on trial."""
         snapshot = self._engine.snapshot(self._spare)
         self._spare = None
-        self._on_trial = KeptState(state, snapshot, self._monitors.state_dict())
+        self._on_trial = KeptState(state, snapshot, self._monitors.state_dict(), loss, eval_loss)
         self._sane_steps = 0
 
-    def count_step(self, state: TrainingState, is_sane: bool) -> None:
-        """Take in how a step has ended that led to ``state``."""
+    def count_step(self, seen: Seen, eval_loss: float | None, is_sane: bool) -> None:
+        """Take in how a step has ended."""
         if not is_sane:
             self.drop_trial()
+            return
+        # An overflow is how a loss scale finds its value, and a batch without labels is nothing: neither tells of harm,
+        # and neither proves that there is none.
+        if seen.result.skipped:
             return
         self._sane_steps += 1
         if self._on_trial is not None and self._sane_steps >= CONFIRMED_AFTER_STEPS:
@@ -75,8 +100,10 @@ class GoodStates:
                 self._spare = self.good.snapshot
             self.good = self._on_trial
             self._on_trial = None
-        if self._on_trial is None and state.step % self._interval == 0:
-            self.take(state)
+        # Without a good state the run could not go back: a new trial begins at once.
+        is_due = self.good is None or seen.state.step % self._interval == 0
+        if self._on_trial is None and is_due:
+            self.take(seen.state, seen.result.loss, eval_loss)
 
     def drop_trial(self) -> None:
         """Forget the state on trial: harm was seen before it proved good."""
@@ -98,10 +125,12 @@ class Guard:
         if settings.guard == "rollback":
             self._states = GoodStates(engine, monitors, settings.snapshot_interval)
 
-    def begin(self, state: TrainingState) -> None:
-        """Keep the state that the run starts from."""
-        if self._states is not None:
-            self._states.take(state)
+    def begin(self, state: TrainingState) -> bool:
+        """Copy the state that the run starts from, and tell whether this policy wants that."""
+        if self._states is None:
+            return False
+        self._states.take(state)
+        return True
 
     def begin_step(self) -> None:
         """Forget the judgements of the step before."""
@@ -119,15 +148,18 @@ class Guard:
 
     def deed(self, events: list[Event]) -> Verdict:
         """Return what becomes of the step that the events are of, after its update was applied or not."""
+        if any(UNEQUAL in event.data for event in events):
+            return Verdict.STOP
         verdict = self._deed(self._judgements)
         if any(event.kind == STOP for event in events):
             verdict = max(verdict, DEEDS[self._settings.guard].get(Verdict.STOP, Verdict.STOP))
         return verdict
 
-    def count_step(self, state: TrainingState, result: StepResult) -> None:
+    def count_step(self, seen: Seen, eval_loss: float | None) -> None:
         """Take in how a step has ended, and copy the state where that is due; collective."""
         if self._states is not None:
-            self._states.count_step(state, is_sane=not result.skipped and not self._judgements)
+            is_sane = not self._judgements and not self._monitors.suspects_harm
+            self._states.count_step(seen, eval_loss, is_sane)
 
     def why_not_back(self, state: TrainingState) -> str | None:
         """Say why the run cannot go back any more; None where it can."""
@@ -138,32 +170,29 @@ class Guard:
         told = ", ".join(f"from step {each.from_step} to {each.to_step}" for each in recent)
         return f"it went back {len(recent)} times within {window} steps ({told}), and no further time helps"
 
-    def go_back(self, state: TrainingState, leave_out: bool) -> TrainingState | None:
-        """Restore the last good state in memory, and return it; None where there is none. Collective.
+    def go_back(self, state: TrainingState) -> Returned | None:
+        """Restore the last good state in memory, past the samples since then; None where there is none. Collective.
 
         Args:
             state: at which the run goes back.
-            leave_out: whether the samples between are passed over from now on.
         """
-        if self._states is None or self._states.good is None:
+        if self._states is None:
             return None
+        # It is of the course that is left, wherever the run goes back to.
         self._states.drop_trial()
         good = self._states.good
+        if good is None:
+            return None
         self._engine.restore(good.snapshot)
-        self._monitors.load_state_dict(dict(good.monitors))
-        return returned(good.state, state, leave_out)
+        self._monitors.load_state_dict(good.monitors)
+        return Returned(returned(good.state, state), good.loss, good.eval_loss, "its copy in memory")
 
     def _deed(self, judgements: list[Judgement]) -> Verdict:
         deeds = DEEDS[self._settings.guard]
         return max((deeds.get(each.verdict, each.verdict) for each in judgements), default=Verdict.CONTINUE)
 
 
-def returned(to: TrainingState, at: TrainingState, leave_out: bool) -> TrainingState:
-    """Return the state ``to``, reached once more from ``at``.
-
-    Args:
-        leave_out: whether the samples between are passed over from now on.
-    """
-    next_sample = at.data_position if leave_out else to.data_position
-    rollback = Rollback(at.step, to.step, to.data_position, next_sample)
-    return replace(to, left_out_samples=next_sample - to.consumed_samples, rollbacks=(*at.rollbacks, rollback))
+def returned(to: TrainingState, at: TrainingState) -> TrainingState:
+    """Return the state ``to``, reached once more from ``at``, with the samples between left out."""
+    rollback = Rollback(at.step, to.step, to.data_position, at.data_position)
+    return replace(to, left_out_samples=at.data_position - to.consumed_samples, rollbacks=(*at.rollbacks, rollback))

@@ -64,12 +64,21 @@ class Checkpoints:
             self._last = outcome
         return outcomes
 
-    def finish(self) -> SaveOutcome | None:
-        """Wait for a save that is under way, show how it ended, and return the outcome of the last save of this run."""
+    def finish(self) -> list[SaveOutcome]:
+        """Wait for a save that is under way, and report as ``report`` does."""
         with self._progress.at_length("waiting for a save"):
             self._writer.wait()
-        self.report()
+        return self.report()
+
+    @property
+    def last(self) -> SaveOutcome | None:
+        """Return how the last save of this run has ended; None where none has."""
         return self._last
+
+    def abandon_after(self, step: int) -> str | None:
+        """Let no resume go on from the checkpoints of later steps; returns why not, where that fails. Collective."""
+        with self._progress.at_length("going back"):
+            return self._writer.abandon_after(step)
 
     def load_newest(self, state: ModelState, plan: RunPlan, before_step: int) -> Manifest | None:
         """Load the newest checkpoint of this run that is whole, and return its manifest; None without one. Collective.
@@ -78,14 +87,8 @@ class Checkpoints:
             before_step: look only at checkpoints of lower steps.
         """
         seed = plan.run.megastable.training.seed
-        return load_newest(self._writer.checkpoints, before_step, state, plan.layout, seed, self._recorder.note)
-
-    def save_return(self, state: TrainingState) -> None:
-        """Save a state that the run has gone back to, and delete the checkpoints of what it went back from."""
-        self.save(state, loss=None, eval_loss=None)
-        outcome = self.finish()
-        if outcome is not None and outcome.fault is None:
-            self._writer.delete_after(state.step)
+        with self._progress.at_length("going back to a checkpoint"):
+            return load_newest(self._writer.checkpoints, before_step, state, plan.layout, seed, self._recorder.note)
 
     def _show(self, outcome: SaveOutcome) -> None:
         consumed_samples = self._consumed_samples.pop(outcome.step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,11 @@ from megastable.checkpoints.folder import (
     DELETING_SUFFIX,
     PARTIAL_SUFFIX,
     SUPERSEDED_SUFFIX,
+    abandon_after,
     clean_up,
     complete_manifest,
     delete,
+    delete_abandoned,
     folder_name,
     newest_complete,
     publish,
@@ -202,3 +205,41 @@ def test_a_file_in_the_place_of_a_checkpoint_is_moved_aside(tmp_path: Path) -> N
     complete_manifest(final)
     assert names_in(tmp_path) == {final.name, final.name + DAMAGED_SUFFIX}
     assert PARTIAL_SUFFIX not in "".join(names_in(tmp_path))
+
+
+def test_what_a_run_has_gone_back_from_is_no_checkpoint_any_more(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        make_checkpoint(tmp_path, step)
+    abandon_after(tmp_path, 10)
+    assert [path.name for path in step_folders(tmp_path)] == [folder_name(10)]
+    assert newest_complete(tmp_path, warn=print) == tmp_path / folder_name(10)
+    # They go with the next whole save, and not before: until then they are the only ones of their steps.
+    assert clean_up(tmp_path) == []
+    assert len(list(tmp_path.iterdir())) == 3
+    make_checkpoint(tmp_path, 20)
+    abandon_after(tmp_path, 10)
+    delete_abandoned(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [folder_name(10)]
+
+
+@pytest.mark.parametrize(
+    ("monitors", "sane_loss", "is_passed_over"),
+    [
+        ({"skipped_steps": {"consecutive_skips": 1}}, True, False),
+        ({"skipped_steps": {"consecutive_skips": 2}}, False, True),
+        ({"divergence": {"steps_above": 3}}, True, True),
+        ({"divergence": {"steps_above": 3}}, False, False),
+        ({"skipped_steps": {"consecutive_skips": "two"}, "divergence": {}}, True, False),
+    ],
+)
+def test_a_checkpoint_of_a_run_in_trouble_is_passed_over_where_there_is_another(
+    tmp_path: Path, monitors: dict[str, Any], sane_loss: bool, is_passed_over: bool
+) -> None:
+    make_checkpoint(tmp_path, 20, monitors=monitors)
+    warnings: list[str] = []
+    newest = tmp_path / folder_name(20)
+    assert newest_complete(tmp_path, warnings.append, sane_loss=sane_loss) == newest
+    make_checkpoint(tmp_path, 10)
+    expected = tmp_path / folder_name(10) if is_passed_over else newest
+    assert newest_complete(tmp_path, warnings.append, sane_loss=sane_loss) == expected
+    assert len(warnings) == 2 * is_passed_over

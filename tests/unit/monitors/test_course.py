@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megastable.core.batch_rampup import Batch
 from megastable.core.records import Candidate, Judgement, StepResult, TrainingState, Verdict
 from megastable.core.robust import WindowOfBatches
+from megastable.monitors import Monitors
 from megastable.monitors.course import FEWEST_STEPS, SMOOTHED_STEPS, Divergence, Spikes
 from megastable.monitors.monitor import Monitor, Seen
 from megastable.planning.run_plan import RunPlan
@@ -110,6 +111,13 @@ def test_equal_losses_are_no_reason_to_judge_a_small_change() -> None:
     assert len(judge(monitor, 2.5)) == 1
 
 
+def test_a_loss_of_zero_is_judged_like_any_other() -> None:
+    monitor = Spikes(plan_of())
+    observe(monitor, *[step(0.0, 0.0)] * 40)
+    assert judge(monitor, 0.0, 0.0) == []
+    assert len(judge(monitor, 1.0, 0.0)) == 1
+
+
 def test_a_new_level_is_got_used_to() -> None:
     """Where a run goes on with a warning, it is not warned of for ever."""
     monitor = Spikes(plan_of())
@@ -169,6 +177,36 @@ def test_a_vetoed_step_is_judged_once() -> None:
     assert judgement.verdict is Verdict.ROLLBACK and "for 20 steps" in judgement.text
     observe(monitor, step(4.0, skipped=True, vetoed=True))
     assert judge(monitor, 4.0) == []
+
+
+def test_a_step_that_is_not_finite_is_not_the_one_that_was_judged() -> None:
+    monitor = Divergence(plan_of(divergence_steps=20))
+    run_up(monitor, [2.0] * 40 + [4.0] * (20 + SMOOTHED_STEPS // 2 - 1))
+    observe(monitor, step(math.nan, math.inf, skipped=True))
+    assert len(judge(monitor, 4.0)) == 1
+
+
+def test_harm_is_suspected_as_long_as_the_loss_is_too_high() -> None:
+    monitor = Divergence(plan_of(divergence_steps=1000))
+    observe(monitor, *[step(2.0)] * 40)
+    assert not monitor.suspects_harm
+    observe(monitor, *[step(4.0)] * SMOOTHED_STEPS)
+    assert monitor.suspects_harm
+    observe(monitor, *[step(2.0)] * SMOOTHED_STEPS)
+    assert not monitor.suspects_harm
+
+
+def test_losses_of_another_text_are_not_remembered() -> None:
+    old, same, other = (Monitors(plan_of()) for _ in range(3))
+    for each in noisy(1, 60):
+        old.observe(each)
+    memory = json.loads(json.dumps(old.state_dict()))
+    same.load_state_dict(memory)
+    other.load_state_dict(memory, is_same_text=False)
+    far_off = Candidate(20.0, 1.0, 16)
+    assert old.judge(far_off) == same.judge(far_off) != []
+    assert other.judge(far_off) == []
+    assert other.state_dict()["skipped_steps"] == memory["skipped_steps"]
 
 
 @pytest.mark.parametrize("kind", [Spikes, Divergence])

@@ -68,6 +68,7 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 ONE_STAGE: dict[str, Any] = {"megastable__pipeline": {"num_stages": 1}}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1 stage in fp32": (1, ONE_STAGE),
     "2 stages x 2 replicas in bf16": (4, {"bf16": {"enabled": True}}),
     "2 stages x 2 replicas in fp16": (
         4, {"fp16": {"enabled": True, "initial_scale_power": 8}, "megastable__training__fp16_on_cpu": True},
@@ -79,7 +80,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param("2 stages x 2 replicas in bf16"),
+        pytest.param("1 stage in fp32"),
+        pytest.param("2 stages x 2 replicas in bf16", marks=pytest.mark.slow),
         pytest.param("2 stages x 2 replicas in fp16", marks=pytest.mark.slow),
         pytest.param("tensor 2 in fp32", marks=pytest.mark.slow),
     ],
@@ -125,6 +127,7 @@ def test_a_skipped_step_leaves_no_trace_but_its_samples(tmp_path: Path) -> None:
     assert "SKIPPED: it stands out" in finished.output
 
 
+@pytest.mark.slow
 def test_a_warned_step_is_applied_as_if_nobody_watched(tmp_path: Path) -> None:
     rows = {}
     for guard, deviations in (("warn", 8), ("stop", 1e6)):

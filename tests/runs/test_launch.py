@@ -343,6 +343,7 @@ def be_a_slow_node(counter: str) -> None:
     setattr(build, "prepare_corpus", prepare_slowly)  # noqa: B010  # build does not export it
 
 
+@pytest.mark.slow
 def test_a_node_may_take_longer_for_its_data_than_for_connecting(tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path, **{**RUN, "megastable__training": {"total_steps": 1}})
     with socket.create_server(("", 0)) as probe:
@@ -388,6 +389,7 @@ def test_a_compiler_that_the_environment_names_is_looked_for(tmp_path: Path) -> 
     assert refused.returncode == 2 and "install g++" in refused.stdout, refused.stdout
 
 
+@pytest.mark.slow
 def test_an_unread_hostfile_is_refused_and_shown_once_through_the_launcher(tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path, **RUN)
     # Neither the usual command nor the usual spelling.

@@ -106,6 +106,7 @@ def end(launches: list[subprocess.Popen[str]]) -> None:
 # Beside each other
 
 
+@pytest.mark.slow
 def test_of_two_resumes_at_once_one_goes_on_and_the_other_is_refused(
     undisturbed: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -129,7 +129,7 @@ exhaustive = pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("launcher", "victim", "number"),
     [
-        pytest.param(DEEPSPEED, outer, signal.SIGTERM, id="deepspeed-outer-TERM"),
+        pytest.param(DEEPSPEED, outer, signal.SIGTERM, marks=pytest.mark.slow, id="deepspeed-outer-TERM"),
         pytest.param(DEEPSPEED, outer, signal.SIGKILL, marks=exhaustive, id="deepspeed-outer-KILL"),
         pytest.param(DEEPSPEED, outer, signal.SIGINT, marks=exhaustive, id="deepspeed-outer-INT"),
         pytest.param(DEEPSPEED, outer, signal.SIGHUP, marks=exhaustive, id="deepspeed-outer-HUP"),

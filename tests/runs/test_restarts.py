@@ -58,7 +58,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     ("happens", "told"),
     [
-        pytest.param(signal.SIGKILL, "rank 1 (stage 1, replica 0, tensor 0), process ", id="killed"),
+        pytest.param(
+            signal.SIGKILL, "rank 1 (stage 1, replica 0, tensor 0), process ", id="killed", marks=pytest.mark.slow
+        ),
         # The launcher gives a stopped rank 30 seconds to end.
         pytest.param(signal.SIGSTOP, "[megastable] stuck: rank 1 (", id="stopped", marks=pytest.mark.exhaustive),
     ],
@@ -82,6 +84,7 @@ def test_a_run_that_lost_a_rank_comes_back_by_itself(
 
 
 @needs_two_hosts
+@pytest.mark.slow
 def test_a_run_that_lost_a_host_ends_there_too_and_goes_on_where_it_is_started(
     whole: tuple[Path, Path], tmp_path: Path
 ) -> None:

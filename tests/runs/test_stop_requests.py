@@ -99,9 +99,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     ("number", "ranks", "place", "call", "step"),
     [
         pytest.param(signal.SIGTERM, [1], "train_batch", 4, 4, id="SIGTERM to one rank"),
-        pytest.param(signal.SIGUSR1, [0, 1], "train_batch", 4, 4, id="SIGUSR1 to all ranks"),
-        pytest.param(signal.SIGINT, [0], "train_batch", 1, 1, id="Ctrl-C in the first step"),
-        pytest.param(signal.SIGHUP, [1], "evaluate", 1, 5, id="a closed terminal in an evaluation"),
+        pytest.param(signal.SIGUSR1, [0, 1], "train_batch", 4, 4, id="SIGUSR1 to all ranks", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, [0], "train_batch", 1, 1, id="Ctrl-C in the first step", marks=pytest.mark.slow),
+        pytest.param(
+            signal.SIGHUP, [1], "evaluate", 1, 5, id="a closed terminal in an evaluation", marks=pytest.mark.slow
+        ),
         pytest.param(signal.SIGTERM, [1], "save", 1, 3, id="SIGTERM in a save"),
     ],
 )
@@ -140,6 +142,7 @@ def be_signalled_and_leave_slowly() -> None:
         setattr(torch.distributed, "destroy_process_group", destroy_slowly)  # noqa: B010  # its type is kept
 
 
+@pytest.mark.slow
 def test_a_rank_that_the_launcher_ends_for_the_end_of_another_has_the_same_code(whole: Whole, tmp_path: Path) -> None:
     """As srun does with --kill-on-bad-exit, which then reports the highest code."""
     words = train_command([], whole.run_file, tmp_path)
@@ -208,6 +211,7 @@ def test_a_second_signal_ends_a_rank_that_hangs(whole: Whole, tmp_path: Path) ->
     assert stopped.exit_codes[1] == 1 and "is gone" in stopped.outputs[1], stopped.output
 
 
+@pytest.mark.slow
 def test_a_time_limit_is_kept_with_a_save(whole: Whole, tmp_path: Path) -> None:
     limit_seconds = round(10 + 2 * whole.seconds)
     flags = ["--set", f"megastable.training.time_limit={limit_seconds}"]

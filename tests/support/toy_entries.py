@@ -19,6 +19,8 @@ from megastable.config.data import SourceSection, TokenizerSection
 from megastable.config.reading import checking
 from megastable.config.rules import RULES, Rule
 from megastable.core.devices import DEVICES, Device
+from megastable.core.families.llama import LLAMA
+from megastable.core.families.registry import FAMILIES
 from megastable.core.layers import FlatLayer
 from megastable.core.lr_schedule import LR_SCHEDULES, DecaySchedule
 from megastable.core.model_parts import FEED_FORWARD_KINDS
@@ -218,6 +220,16 @@ def add_monitor() -> None:
     MONITORS[TOY] = LearningRateProgress
 
 
+def add_family() -> None:
+    """Add a family with the switches of another one."""
+    FAMILIES[TOY] = replace(LLAMA, name=TOY, model_type=TOY)
+
+
+def has_the_switches_of_llama(plan: RunPlan) -> None:
+    model = plan.run.megastable.model
+    assert (model.norm, model.activation, model.linear_biases) == ("rmsnorm", "swiglu", False)
+
+
 TOY_ENTRIES: dict[str, ToyEntry] = {
     "LR schedule": ToyEntry(add_lr_schedule, {"megastable.lr_schedule.type": TOY}, look=falls_along_half_a_line),
     "init scheme": ToyEntry(toy_parts.register, {"megastable.init.scheme": TOY}),
@@ -243,6 +255,7 @@ TOY_ENTRIES: dict[str, ToyEntry] = {
     "feed-forward": ToyEntry(toy_parts.register, {"megastable.model.activation": TOY}),
     "norm": ToyEntry(toy_parts.register, {"megastable.model.norm": TOY}),
     "position embedding": ToyEntry(toy_parts.register, {"megastable.model.position_embedding": TOY}),
+    "family of `transformers`": ToyEntry(add_family, {"megastable.model.family": TOY}, look=has_the_switches_of_llama),
     "attention backend": ToyEntry(toy_parts.register, {"megastable.model.attention": TOY}),
     "split layer": ToyEntry(add_split_layer, {"megastable.model.activation": TOY}, layout=(1, 2)),
 }

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed
+import torch.distributed as dist
 
 from megastable.checkpoints.folder import folder_name, step_folders, step_of
 from megastable.checkpoints.manifest import FileRecord
@@ -185,6 +186,7 @@ def failed_write(engine: TrainingEngine, folder: Path) -> dict[str, Any]:
     with _before("write_pieces", lambda *arguments: obstruct(ATTEMPTS, *arguments)):
         failed = _saved(writer, 1)
     left = [path.name for path in folder.iterdir()]
+    dist.barrier()  # before the next save, which rank 0 begins
     tried = len(attempts)
     attempts.clear()
     with _before("write_pieces", lambda *arguments: obstruct(1, *arguments)):

@@ -57,7 +57,7 @@ def report(
     state = _read(run_dir)
     compared = None if compare is None else _read(compare)
     plotly_js = _plotly_js()
-    status = status_of(state, time.time()).text
+    status = f"{status_of(state, time.time()).text}; as of {time.strftime('%Y-%m-%d %H:%M:%S')}"
     data = report_data(state, status, _config_text(state), compared)
     data["plan"] = planned(state)
     _write(target, page(data, plotly_js))

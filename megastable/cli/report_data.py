@@ -12,6 +12,7 @@ from typing import Any
 from megastable.cli.run_fields import HEADROOM_KEYS
 from megastable.cli.run_files import Row, RunState, count, layers_of, number
 from megastable.cli.thinning import bucket_bounds, thinned
+from megastable.core.errors import shown
 
 MOST_POINTS = 3000
 """Of one curve."""
@@ -106,6 +107,10 @@ class History:
         return values
 
 
+def _name(state: RunState) -> str:
+    return shown(state.run_dir.absolute().name)
+
+
 def _short(value: float, digits: int = 6) -> float:
     return float(f"{value:.{digits}g}")
 
@@ -123,11 +128,11 @@ def report_data(state: RunState, status: str, config: str, compared: RunState | 
     positions = history.positions(unit)
     heat_map = _heat_map(history, positions)
     notes = [*state.faults, *_thinning_notes(history)]
-    runs = [{"name": state.run_dir.absolute().name, "lines": _lines(history, positions)}]
+    runs = [{"name": _name(state), "lines": _lines(history, positions)}]
     if compared is not None:
         notes += [f"compared run: {fault}" for fault in compared.faults]
         other = History(compared)
-        runs.append({"name": compared.run_dir.absolute().name, "lines": _lines(other, other.positions(unit))})
+        runs.append({"name": _name(compared), "lines": _lines(other, other.positions(unit))})
         if len(other.rows) > MOST_POINTS:
             notes.append(f"The compared run has {len(other.rows):,} steps, and is thinned alike.")
     return {

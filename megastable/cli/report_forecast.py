@@ -37,9 +37,9 @@ def planned(state: RunState) -> dict[str, Any]:
 def _note(result: Forecast) -> str:
     layout = result.plan.layout
     return (
-        f"Planned for {layout.num_stages} stages x {layout.data_parallel_size} replicas x "
-        f"{layout.tensor_parallel_size} tensor ranks, from the run file; dotted in the curves. Times and TFLOPs depend "
-        "on the device: megastable plan RUN_DIR/config.json --device NAME."
+        f"Planned on {layout.world_size} devices (stages x replicas x tensor ranks: {layout.num_stages} x "
+        f"{layout.data_parallel_size} x {layout.tensor_parallel_size}), from the run file; dotted in the curves. "
+        "Times and TFLOPs depend on the device: megastable plan RUN_DIR/config.json --device NAME."
     )
 
 

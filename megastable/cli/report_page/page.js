@@ -96,7 +96,8 @@
     return {
       height, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", dragmode: isNarrow() ? "pan" : "zoom",
       font: { color: css("--text"), size: 12 }, hoverlabel: { bgcolor: css("--ground"), font: { color: css("--text") } },
-      margin: { l: isNarrow() ? 48 : 70, r: isNarrow() ? 8 : 20, t: 50, b: 45 },
+      margin: { l: isNarrow() ? 48 : 70, r: isNarrow() ? 8 : 20, t: 80, b: 45 },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: css("--faint"), activecolor: css("--accent") },
       xaxis: {
         title: { text: axisLabel() }, gridcolor: css("--line"), zeroline: false, nticks: isNarrow() ? 4 : 10,
         ...(range ? { range: [...range] } : { autorange: true }),
@@ -109,7 +110,7 @@
   }
 
   function curveLayout() {
-    const height = panels.length * PANEL_PIXELS + 95;
+    const height = panels.length * PANEL_PIXELS + 125;
     const layout = { ...baseLayout(height), hovermode: "closest", annotations: [] };
     const gap = 55 / (PANEL_PIXELS * panels.length);
     panels.forEach((panel, index) => {
@@ -169,7 +170,7 @@
   }
 
   function heatLayout() {
-    const layout = baseLayout(Math.max(220, data.heat_map.layers.length * 22 + 110));
+    const layout = baseLayout(Math.max(220, data.heat_map.layers.length * 22 + 125));
     layout.yaxis = { type: "category", autorange: "reversed", automargin: true, tickfont: { size: 11 }, gridcolor: css("--line") };
     return layout;
   }
@@ -217,13 +218,14 @@
     wanted.slice(0, shownRows).forEach((event) => {
       const row = add(element("rows"), "tr");
       row.dataset.event = event.index;
-      row.classList.toggle("chosen", event.index === chosen);
       const step = event.step === null ? "-" : event.step.toLocaleString("en");
       const first = add(row, "td");
       if (event.x) {
         const button = add(first, "button", step);
         button.type = "button";
-        button.addEventListener("click", () => { goTo(event.index); element("curves").scrollIntoView({ block: "start" }); });
+        // A click on the button, which the keyboard reaches, comes to the row as well.
+        row.className = "leads";
+        row.addEventListener("click", () => { goTo(event.index); element("curves").scrollIntoView({ block: "start" }); });
       } else first.textContent = step;
       const second = add(row, "td");
       const dot = add(second, "span", "");
@@ -232,6 +234,7 @@
       second.append(cut(event.kind, 60));
       const third = add(row, "td");
       add(third, "span", event.text);
+      row.classList.toggle("chosen", event.index === chosen);
       if (event.data) add(third, "small", event.data);
     });
     element("more").hidden = wanted.length <= shownRows;

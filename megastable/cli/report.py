@@ -151,8 +151,15 @@ def _check_replaceable(target: Path) -> None:
 
 
 def _write(target: Path, text: str) -> None:
-    """Write the page beside its place, then put it there: a reader never sees half of it."""
-    handle, written = tempfile.mkstemp(prefix=f".{target.name[:100]}.", dir=target.parent)
+    """Write the page beside its place, then put it there: a reader never sees half of it.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    try:
+        handle, written = tempfile.mkstemp(prefix=".report.", dir=target.parent)
+    except OSError as error:
+        raise UserError(f"{target} cannot be written: {error.strerror}; name another place with -o") from error
     try:
         with open(handle, "w", encoding="utf-8") as file:
             file.write(text)

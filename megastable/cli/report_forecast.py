@@ -38,8 +38,8 @@ def _note(result: Forecast) -> str:
     layout = result.plan.layout
     return (
         f"Planned on {layout.world_size} devices (stages x replicas x tensor ranks: {layout.num_stages} x "
-        f"{layout.data_parallel_size} x {layout.tensor_parallel_size}), from the run file; dotted in the curves. "
-        "Times and TFLOPs depend on the device: megastable plan RUN_DIR/config.json --device NAME."
+        f"{layout.data_parallel_size} x {layout.tensor_parallel_size}), from the run file; dotted in the curves, "
+        "but not over time. Times and TFLOPs depend on the device: megastable plan RUN_DIR/config.json --device NAME."
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import stat
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -294,6 +296,25 @@ def test_no_other_file_is_replaced(run_dir: Path, name: str) -> None:
 def test_a_place_that_cannot_be_written_is_one_message(run_dir: Path, output: str) -> None:
     with pytest.raises(UserError, match=r"no file|no folder"):
         report(run_dir, run_dir / output)
+
+
+def test_what_could_not_be_put_in_its_place_leaves_nothing(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    before = sorted(run_dir.iterdir())
+    with pytest.raises(OSError, match="No space left"):
+        report(run_dir)
+    assert sorted(run_dir.iterdir()) == before
+
+
+def test_plotly_missing_is_one_message_that_says_what_to_install(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(UserError, match=r"pip install 'megastable\[plot\]'"):
+        report(run_dir)
 
 
 def test_the_page_is_for_whoever_may_read_new_files(run_dir: Path) -> None:

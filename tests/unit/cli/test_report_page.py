@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.timeout(240),
 ]
 NUM_STEPS = 400
-HOSTILE = "</script><img src=x onerror=document.title='hacked'><b>"
+HOSTILE = "<b></script><img src=x onerror=document.title='hacked'>"
 RANGE = "document.getElementById('curves').layout.xaxis.range"
 
 
@@ -98,7 +98,8 @@ def test_no_text_of_the_run_is_obeyed(opened: Browser, pages: dict[str, Path]) -
     assert opened.evaluate("document.title") == "run"
     assert opened.evaluate("document.querySelectorAll('img, #rows b').length") == 0
     assert opened.evaluate("document.querySelector('#rows td:nth-child(3) span').textContent") == HOSTILE
-    assert opened.evaluate("document.querySelector('#heat').textContent").count("<img") >= 1
+    # Plotly itself makes some tags of a text bold letters or links.
+    assert "<b></script><img" in opened.evaluate("document.getElementById('heat').textContent")
 
 
 def test_a_run_without_a_step_opens(opened: Browser, pages: dict[str, Path]) -> None:

@@ -47,8 +47,8 @@ def report(
     the extremes of neighbouring steps are drawn, which the page says.
 
     A page that this command wrote before is replaced; any other file is not.
-    Nothing else in the run folder is touched. Needs plotly: pip install
-    'megastable[plot]'.
+    Nothing else in the run folder is touched. Needs plotly, one of the extra
+    packages called plot.
 
     Exit code 2 where there is nothing to show, or the page cannot be written.
     """

@@ -9,7 +9,11 @@
   const ROWS_AT_ONCE = 200;
   const PANEL_PIXELS = 190;
   const VIEW_SHARE = 0.1;
-  const CONFIG = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
+  // Plotly's bar has a button that sends the data to its makers' servers, unless it is told not to.
+  const CONFIG = {
+    responsive: true, displaylogo: false, showSendToCloud: false, plotlyServerURL: "",
+    modeBarButtonsToRemove: ["select2d", "lasso2d"],
+  };
 
   // Plotly reads a few HTML tags in its texts: none of a run's own text may be one.
   const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");

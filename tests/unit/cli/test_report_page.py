@@ -102,6 +102,14 @@ def test_no_text_of_the_run_is_obeyed(opened: Browser, pages: dict[str, Path]) -
     assert "<b></script><img" in opened.evaluate("document.getElementById('heat').textContent")
 
 
+def test_no_button_sends_the_data_away(opened: Browser, pages: dict[str, Path]) -> None:
+    opened.open(pages["run"])
+    titles = opened.evaluate("[...document.querySelectorAll('.modebar-btn')].map(button => button.dataset.title)")
+    assert set(titles) == {
+        "Download plot as a PNG", "Zoom", "Pan", "Zoom in", "Zoom out", "Autoscale", "Reset axes",
+    }  # fmt: skip
+
+
 def test_a_run_without_a_step_opens(opened: Browser, pages: dict[str, Path]) -> None:
     opened.open(pages["empty"])
     assert opened.evaluate("document.getElementById('curves').textContent") == "No step yet."

@@ -220,10 +220,7 @@ class RunState:
 
 
 class RunReader:
-    """Keeps a ``RunState`` up to date with the files of a run folder.
-
-    Args:
-        whole: keep every step and event, not the newest ones alone.
+    """Keeps a ``RunState`` up to date with the files of a run folder: its newest part, or the ``whole`` run.
 
     Raises:
         UserError: the folder is no run folder.

@@ -20,6 +20,7 @@ from megastable.cli.generate import generate
 from megastable.cli.import_model import import_model
 from megastable.cli.pictures import plot_run
 from megastable.cli.plan import PlanRequest, print_forecast, print_layouts
+from megastable.cli.report import report
 from megastable.cli.watch import watch_run
 from megastable.config import json_schema
 from megastable.config.limits import MOST_PROCESSES
@@ -299,6 +300,7 @@ def checkpoints(
         raise typer.Exit(1)
 
 
+app.command()(report)
 app.command()(export)
 app.command("import")(import_model)
 app.command()(generate)

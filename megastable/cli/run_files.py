@@ -22,7 +22,7 @@ Row = dict[str, Any]
 """One line of metrics.jsonl or events.jsonl."""
 
 MOST_BYTES = 16 * 2**20
-"""Of a longer file, only so many bytes at its end are read."""
+"""Of a longer file, only so many bytes at its end are read, unless the whole is asked for."""
 KEPT_STEPS = 4000
 """Far enough back for the last evaluation."""
 KEPT_EVENTS = 50
@@ -64,10 +64,14 @@ class Tail:
 
     A resumed run replaces its metrics by a shorter file, which is noticed by the last line that was read: where it no
     longer stands before the place of reading, the file is read from its beginning.
+
+    Args:
+        whole: also read what lies before the last ``MOST_BYTES``.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, whole: bool = False) -> None:
         self.path = path
+        self._whole = whole
         self.fault = ""
         """Why the file could not be read; empty where it could, or where it does not exist yet."""
         self.changed_unix: float | None = None
@@ -96,10 +100,11 @@ class Tail:
         file.seek(self._offset - len(self._last_line))
         is_replaced = file.read(len(self._last_line)) != self._last_line
         unread_bytes = os.fstat(file.fileno()).st_size - self._offset
-        afresh = is_replaced or unread_bytes > MOST_BYTES
+        is_too_long = unread_bytes > MOST_BYTES and not self._whole
+        afresh = is_replaced or is_too_long
         if afresh:
             # Where a line is cut by this, what is left of it is no object.
-            self._offset = max(0, file.seek(0, os.SEEK_END) - MOST_BYTES)
+            self._offset = 0 if self._whole else max(0, file.seek(0, os.SEEK_END) - MOST_BYTES)
             self._last_line = b""
             file.seek(self._offset)
         text = file.read()
@@ -215,13 +220,13 @@ class RunState:
 
 
 class RunReader:
-    """Keeps a ``RunState`` up to date with the files of a run folder.
+    """Keeps a ``RunState`` up to date with the files of a run folder: its newest part, or the ``whole`` run.
 
     Raises:
         UserError: the folder is no run folder.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, whole: bool = False) -> None:
         paths = RunPaths(run_dir)
         if not (os.path.isfile(paths.config) or os.path.isfile(paths.metrics)):
             raise UserError(
@@ -229,11 +234,13 @@ class RunReader:
                 "folder that a run writes, e.g. runs/quickstart"
             )
         self.state = RunState(run_dir)
+        if whole:
+            self.state = RunState(run_dir, steps=deque(), events=deque())
         self._config = paths.config
         self._config_version = (0, 0)
         self._config_fault = ""
-        self._metrics = Tail(paths.metrics)
-        self._events = Tail(paths.events)
+        self._metrics = Tail(paths.metrics, whole)
+        self._events = Tail(paths.events, whole)
 
     def refresh(self, now_unix: float) -> RunState:
         """Read what is new."""

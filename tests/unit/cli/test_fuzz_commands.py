@@ -71,6 +71,11 @@ plans = st.tuples(
 )
 watches = st.tuples(st.just(["watch"]), st.sampled_from([["run"], ["missing"], ["run.json"]]), st.just(["--once"]))
 plots = st.tuples(st.just(["plot"]), files.map(lambda name: [name]))
+reports = st.tuples(
+    st.just(["report"]),
+    st.sampled_from([["run"], ["missing"], ["run.json"]]),
+    st.sampled_from([[], ["--compare", "run"], ["--compare", "missing"], ["-o", "."], ["-o", "run/config.json"]]),
+)
 checkpoints = st.tuples(
     st.just(["checkpoints"]),
     st.sampled_from(["run", "run/checkpoints", "run/checkpoints/step_00000001", ".", "missing", "run.json"]).map(
@@ -80,7 +85,9 @@ checkpoints = st.tuples(
     st.lists(st.sampled_from(["--json", "--verify"]), max_size=2),
 )
 lines = (
-    st.one_of(checks, checks, plans, plans, watches, plots, checkpoints, st.tuples(st.lists(words, max_size=3)))
+    st.one_of(
+        checks, checks, plans, plans, watches, plots, reports, checkpoints, st.tuples(st.lists(words, max_size=3))
+    )
     .map(list)
     .map(flat)
 )

@@ -122,6 +122,15 @@ def test_of_a_long_file_the_end_is_read(metrics: Path, monkeypatch: pytest.Monke
     assert reader.state.newest["step"] == 300
 
 
+def test_the_whole_of_a_long_file_is_read_where_it_is_asked_for(metrics: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(metrics, map(metrics_row, range(1, 101)))
+    monkeypatch.setattr(run_files, "MOST_BYTES", 1000)
+    reader = RunReader(metrics.parent, whole=True)
+    assert steps_in(reader) == list(range(1, 101))
+    write_rows(metrics, map(metrics_row, range(51, 61)))  # a resume replaced the file
+    assert steps_in(reader) == list(range(51, 61))
+
+
 @pytest.mark.parametrize("line", [b"", b"{", b"7", b"[]", b"null", b"\xff\xfe", b"\0\0\0", b"[" * 100_000, b'{"step":'])
 def test_a_line_that_is_no_object_is_left_out(metrics: Path, line: bytes) -> None:
     write_rows(metrics, [metrics_row(1)])

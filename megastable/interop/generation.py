@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from megastable.interop.saved_model import SavedModel
 
 UNFINISHED = "\ufffd"
 """What the bytes of half a character are decoded to."""
+MOST_HELD_BACK = 64
+"""Tokens, of which a character has 4 at most: what waits longer is no character, but bytes that are no text."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,15 @@ def generate(
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     end = tokenizer.eos_token_id
-    ids = list(tokenizer.encode(prompt, add_special_tokens=False)) or ([] if end is None else [end])
+    before: list[int] = tokenizer.encode(prompt, add_special_tokens=False)
+    ids = list(before) or ([] if end is None else [end])
     if not ids:
         raise UserError("the prompt is empty, and the tokenizer has no token that begins a document; give a prompt")
     model = load_model(saved).to(device)
     # What follows in a padded vocabulary, the tokenizer has no text for.
     num_tokens = 1 + max(tokenizer.get_vocab().values())
     generator = torch.Generator().manual_seed(seed)
-    text = WholeCharacters(tokenizer)
+    text = WholeCharacters(tokenizer, before)
     for _ in range(max_tokens):
         window = torch.tensor([ids[-saved.model.seq_length :]], device=device)  # (1, tokens)
         with torch.no_grad():
@@ -79,27 +82,47 @@ def generate(
 
 
 class WholeCharacters:
-    """Decodes tokens as they come, and holds back the bytes of a character that is not whole yet."""
+    """Decodes tokens as they come, and holds back the bytes of a character that is not whole yet.
 
-    def __init__(self, tokenizer: Any) -> None:
+    They are decoded together with those before them, because many tokenizers leave out the space before the first
+    token that they are given. Only with the last ones: a long text would otherwise be decoded once for each token.
+    """
+
+    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
+        """Begin after the tokens ``before``, whose text is not shown."""
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._shown = 0
+        self._tail = list(before)
+        self._num_shown_tokens = len(self._tail)
+        self._num_shown = len(self._decoded())
 
     def add(self, token: int) -> str:
         """Add a token, and return the text that is whole with it; it may be empty."""
-        self._ids.append(token)
-        return self._new_text(self._decoded().rstrip(UNFINISHED))
+        self._tail.append(token)
+        text = self._decoded()
+        whole = text.rstrip(UNFINISHED)
+        if len(self._tail) - self._num_shown_tokens > MOST_HELD_BACK:
+            whole = text
+        piece = self._new_text(whole)
+        # A token without text stays with those before it: alone it could not keep the space of the next one.
+        if piece and whole == text:
+            self._forget_shown()
+        return piece
 
     def rest(self) -> str:
         """Return what was held back, with a mark for what is no character."""
         return self._new_text(self._decoded())
 
     def _decoded(self) -> str:
-        text: str = self._tokenizer.decode(self._ids, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(self._tail, clean_up_tokenization_spaces=False)
         return text
 
     def _new_text(self, text: str) -> str:
-        new = text[self._shown :]
-        self._shown = max(self._shown, len(text))
+        new = text[self._num_shown :]
+        self._num_shown = max(self._num_shown, len(text))
         return new
+
+    def _forget_shown(self) -> None:
+        """Keep the tokens of the last piece alone."""
+        del self._tail[: self._num_shown_tokens]
+        self._num_shown_tokens = len(self._tail)
+        self._num_shown = len(self._decoded())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from megastable.data.text_tokenizers import BytesTokenizer
 from megastable.interop.generation import Sampling, WholeCharacters, generate
@@ -86,6 +89,79 @@ def test_bytes_that_are_no_text_are_shown_as_marks(byte_tokenizer: object, conte
     whole = WholeCharacters(byte_tokenizer)
     shown = "".join([*(whole.add(byte) for byte in content), whole.rest()])
     assert shown == content.decode("utf-8", "replace")
+
+
+def spaced_tokenizer(decoder: decoders.Decoder) -> PreTrainedTokenizerFast:
+    """A tokenizer in the way of SentencePiece: a word has its space before it, and bytes are a last resort."""
+    vocabulary = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581the", "\u2581cat", "s"]
+    model = models.Unigram([(token, -1.0) for token in vocabulary], unk_id=0, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+SPACED = {
+    "metaspace": spaced_tokenizer(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])),
+    "llama": spaced_tokenizer(
+        decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    ),
+}
+spaced_text = st.lists(st.sampled_from(["the", "cat", "cats", "s", "é", "語", "", "\n"]), max_size=12).map(" ".join)
+
+
+@pytest.mark.parametrize("kind", SPACED)
+@given(prompt=spaced_text, text=spaced_text)
+@settings(deadline=None, max_examples=100)
+def test_spaces_before_words_are_those_of_the_whole_text(kind: str, prompt: str, text: str) -> None:
+    tokenizer = SPACED[kind]
+    before, ids = tokenizer.encode(prompt), tokenizer.encode(text)
+    whole = WholeCharacters(tokenizer, before)
+    shown = "".join([*map(whole.add, ids), whole.rest()])
+    assert tokenizer.decode(before) + shown == tokenizer.decode([*before, *ids])
+
+
+def test_a_continuation_begins_with_the_space_of_its_first_word() -> None:
+    tokenizer = SPACED["llama"]
+    whole = WholeCharacters(tokenizer, tokenizer.encode("the"))
+    assert [whole.add(token) for token in tokenizer.encode("cats the")] == [" cat", "s", " the"]
+
+
+@pytest.mark.parametrize(("prompt", "expected"), [("the", " cats the"), ("", "cats the")])
+def test_generated_text_goes_on_where_the_prompt_ends(
+    saved: SavedModel, monkeypatch: pytest.MonkeyPatch, prompt: str, expected: str
+) -> None:
+    tokenizer = SPACED["metaspace"]
+    tokenizer.eos_token = "<unk>"
+    drawn = iter([*tokenizer.encode("cats the"), tokenizer.eos_token_id])
+    monkeypatch.setattr(Sampling, "draw", lambda *arguments: next(drawn))
+    assert "".join(generate(saved, tokenizer, prompt, 10, GREEDY, 0)) == expected
+
+
+class CountingTokenizer:
+    """Decodes bytes, and counts them."""
+
+    def __init__(self) -> None:
+        self.num_decoded = 0
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        """Decode as the tokenizer of bytes does."""
+        self.num_decoded += len(ids)
+        return bytes(ids).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("content", [b"a", "語".encode(), b"\xff"])
+def test_the_work_for_a_token_does_not_grow_with_the_text(content: bytes) -> None:
+    decoded = []
+    for repeats in (1_000, 2_000):
+        tokenizer = CountingTokenizer()
+        whole = WholeCharacters(tokenizer)
+        shown = "".join([*map(whole.add, content * repeats), whole.rest()])
+        assert shown == (content * repeats).decode("utf-8", "replace")
+        decoded.append(tokenizer.num_decoded)
+    assert decoded[1] < 2.2 * decoded[0]
 
 
 logits = st.lists(st.integers(-30, 30), min_size=1, max_size=12).map(lambda values: torch.tensor(values) / 4)

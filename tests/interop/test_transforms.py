@@ -48,3 +48,15 @@ def test_rows_by_hand() -> None:
 def test_a_tensor_that_is_missing_or_of_another_shape_is_named(theirs: dict[str, torch.Tensor], says: str) -> None:
     with pytest.raises(UserError, match=says):
         to_ours(theirs, MAPPED)
+
+
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("second", [torch.float32, torch.bfloat16, torch.float16])
+def test_parts_of_several_formats_keep_all_their_bits(first: torch.dtype, second: torch.dtype) -> None:
+    theirs = {
+        "a": torch.full((2, 2), torch.finfo(first).eps + 1, dtype=first),
+        "b": torch.full((1, 2), torch.finfo(second).eps + 1, dtype=second),
+    }
+    back = to_theirs(to_ours(theirs, MAPPED), MAPPED)
+    for name, tensor in theirs.items():
+        assert torch.equal(back[name].double(), tensor.double()), name

@@ -241,7 +241,8 @@ def _draw_page(panels: dict[str, list[SizeCurve]], output: Path, title: str) -> 
     figure.update_layout(title=title, template="simple_white")
     try:
         # plotly's own code is written into the page, so that it opens without a network.
-        figure.write_html(output, include_plotlyjs=True)
+        # Without the button that would send what was measured to a server of plotly's.
+        figure.write_html(output, include_plotlyjs=True, config={"showSendToCloud": False, "plotlyServerURL": ""})
     except OSError as error:
         raise UserError(f"{output}: {error}") from error
 

@@ -186,6 +186,16 @@ def test_of_a_blend_it_is_said_that_no_documents_are_looked_up(folder: Path, tmp
     assert "random tokens (of a blend of sources" in held_out_text.held_out_text(saved).name
 
 
+def test_what_a_killed_export_has_left_is_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "out[1].7.partial").mkdir()
+    (tmp_path / "other.7.partial").mkdir()
+    notes = Notes()
+    exported(folder / "run", tmp_path / "out[1]", notes)
+    assert [text for text in notes.texts if "killed" in text] == [
+        f"{tmp_path / 'out[1].7.partial'} is of an export that was killed, or still runs; where none runs, remove it"
+    ]
+
+
 def test_what_exists_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(UserError, match="exists already"):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
+
+LONGEST_LIST_CHARACTERS = 400
+"""Of the text of another package's error that lists what is legal."""
 EXIT_CODE_FAILURE = 1
 EXIT_CODE_HANG = 4
 EXIT_CODE_ASKED_AND_SAVED = 75
@@ -78,6 +82,14 @@ class DamagedDataError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the type and the first line of an error of another package, whose texts may fill a page."""
+    """Return the type and the first line of an error of another package, whose texts may fill a page.
+
+    A line that ends with a colon says nothing without those that follow it: they are joined to it, up to a length.
+    """
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    text = lines[0]
+    if text.rstrip().endswith(":"):
+        text = textwrap.shorten(" ".join(lines), LONGEST_LIST_CHARACTERS, placeholder=" ...")
+    return f"{type(error).__name__}: {text}"

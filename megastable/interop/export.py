@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
@@ -62,6 +63,7 @@ def export_model(saved: SavedModel, request: ExportRequest, progress: Progress) 
     number_format = request.number_format or saved.run.number_format
     if os.path.lexists(request.out):
         raise UserError(f"{request.out} exists already; name a new folder")
+    _note_leftovers(request.out, progress)
     files = find_tokenizer(saved, request.tokenizer)
     tokenizer = open_tokenizer(files)
     check_tokenizer_fits(tokenizer, saved)
@@ -79,6 +81,12 @@ def export_model(saved: SavedModel, request: ExportRequest, progress: Progress) 
         raise UserError(f"{request.out} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _note_leftovers(out: Path, progress: Progress) -> None:
+    """Name unfinished folders of other exports; whether one still runs, perhaps on another host, nobody can tell."""
+    for path in sorted(out.parent.glob(f"{glob.escape(out.name)}.*{PARTIAL_SUFFIX}")):
+        progress.note(f"{path} is of an export that was killed, or still runs; where none runs, remove it")
 
 
 def family_to_export(saved: SavedModel) -> Family:

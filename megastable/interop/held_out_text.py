@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megastable.config import BlendSourceConfig, IndexedSourceConfig
 from megastable.core.errors import UserError
 from megastable.core.user_paths import expanded
 from megastable.data.corpus import DEFAULT_CACHE_DIR
-from megastable.data.token_store import META_FILE, open_token_store
+from megastable.data.indexed_source import IndexedSource
+from megastable.data.token_store import META_FILE, MappedTokens, open_token_store, read_meta
 from megastable.interop.saved_model import SavedModel
 
 SAMPLES = 2
@@ -36,20 +38,44 @@ def held_out_text(saved: SavedModel) -> HeldOutText:
         return HeldOutText(tokens.view(SAMPLES, length), f"{SAMPLES * length:,} tokens of the validation documents")
     generator = torch.Generator().manual_seed(0)
     random = torch.randint(saved.model.vocab_size, (SAMPLES, length), generator=generator)
-    return HeldOutText(random, f"{SAMPLES * length:,} random tokens (the run's validation documents are not here)")
+    why = "the run's validation documents are not here"
+    if isinstance(saved.run.megastable.data.source, BlendSourceConfig):
+        why = "of a blend of sources, no validation documents are looked up"
+    return HeldOutText(random, f"{SAMPLES * length:,} random tokens ({why})")
 
 
 def _validation_tokens(saved: SavedModel, count: int) -> Tensor | None:
     folder = cached_corpus(saved)
     if folder is None:
         return None
+    source = saved.run.megastable.data.source
     try:
-        _, _, validation = open_token_store(folder)
-    except UserError:  # a damaged cache is the business of the run that reads it
+        if isinstance(source, IndexedSourceConfig):
+            validation = _validation_of_pair(source, saved.run.megastable.data.validation_fraction, folder)
+        else:
+            _, _, validation = open_token_store(folder)
+    except (UserError, OSError, ValueError, TypeError):  # damaged or missing files are the business of the run
         return None
-    if len(validation.tokens) < count:
+    if validation is None or len(validation.tokens) < count:
         return None
-    return torch.tensor(validation.tokens[:count].astype("int64"))
+    tokens = validation.tokens[:count].astype("int64")
+    # A pair may have changed since; an id without a row would end both models.
+    if tokens.min() < 0 or tokens.max() >= saved.model.vocab_size:
+        return None
+    return torch.tensor(tokens)
+
+
+def _validation_of_pair(source: IndexedSourceConfig, fraction: float, folder: Path) -> MappedTokens | None:
+    """Map the validation tokens of a pair; None where it has changed since its record in ``folder`` was written."""
+    train, validation = IndexedSource(source).split(fraction)
+    record = folder / META_FILE
+    meta = read_meta(record)
+    changed = max(part.path.stat().st_mtime_ns for part in (train, validation))
+    is_newer = changed > record.stat().st_mtime_ns
+    found = (len(train.tokens), len(validation.tokens))
+    if is_newer or found != (meta.num_train_tokens, meta.num_validation_tokens):
+        return None
+    return validation
 
 
 def cached_corpus(saved: SavedModel) -> Path | None:

@@ -26,7 +26,7 @@ def parse_size(text: str) -> int:
     found = re.fullmatch(r"\s*(\d{1,15})\s*([A-Za-z]*)\s*", text)
     unit = UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None or int(found[1]) == 0:
-        raise UserError(f"--max-shard-size {text}: must be a size such as 5GB, 500MB or 2GiB")
+        raise UserError(f"--max-shard-size {text}: must be a whole number of a unit, such as 5GB, 1500MB or 2GiB")
     return int(found[1]) * unit
 
 

@@ -21,7 +21,8 @@ CONFIG_NAME = "config.json"
 MOST_BYTES = 2**28
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.ckpt.index", "tf_model.h5", "flax_model.msgpack")
 """Weights in other formats; the first two can run code."""
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Name in a safetensors file -> torch's name."""
 
 
 def read_their_config(folder: Path) -> dict[str, Any]:
@@ -63,7 +64,7 @@ class TheirTensors(Mapping[str, Tensor]):
             )
         for name, original in aliases.items():
             self._check_alias(places, name, original)
-        self.formats = {str(self[name].dtype).removeprefix("torch.") for name in self._places}
+        self.formats = {self._format_of(place) for place in self._places.values()}
         """Of the numbers, by torch's names."""
 
     def _check_alias(self, places: Mapping[str, tuple[str, str]], name: str, original: str) -> None:
@@ -87,9 +88,21 @@ class TheirTensors(Mapping[str, Tensor]):
         file_name, name = place
         with opened(self._folder / file_name) as file:
             tensor: Tensor = file.get_tensor(name)
-        if tensor.dtype not in FLOATS:
-            raise UserError(f"{self._folder / file_name}: {name} is {tensor.dtype}; legal are fp32, bf16 and fp16")
         return tensor
+
+    def _format_of(self, place: tuple[str, str]) -> str:
+        """Look a tensor's format up in the head of its file, without reading its numbers.
+
+        Raises:
+            UserError: it is none of floats that we read.
+        """
+        file_name, name = place
+        with opened(self._folder / file_name) as file:
+            found = file.get_slice(name).get_dtype()
+        number_format = FLOATS.get(found)
+        if number_format is None:
+            raise UserError(f"{self._folder / file_name}: {name} is {found}; legal are fp32, bf16 and fp16")
+        return number_format
 
 
 def _full_name(name: str, family: Family) -> str:

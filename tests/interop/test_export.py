@@ -15,13 +15,16 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megastable.config import DataConfig
 from megastable.core.errors import UserError
 from megastable.engine.tensor_file import TensorEntry
 from megastable.interop import export, held_out_text
-from megastable.interop.saved_model import open_saved_model
+from megastable.interop.saved_model import SavedModel, open_saved_model
 from megastable.interop.shards import parse_size, split_into_shards
 from megastable.interop.transforms import one_of_theirs
 from megastable.interop.verification import DifferentLogitsError
+from tests.data.data_examples import text_data
+from tests.data.test_indexed_source import DOCUMENTS, prepared, write_pair
 from tests.interop.moved_models import (
     STEP_0,
     Notes,
@@ -150,6 +153,49 @@ def test_the_text_is_said_to_be_random_where_the_validation_documents_are_not_he
     assert int(text.token_ids.max()) < 300
 
 
+def trained_on(saved: SavedModel, data: DataConfig, fingerprint: str) -> SavedModel:
+    """Say of a checkpoint that it was trained on a corpus."""
+    sections = saved.run.megastable.model_copy(update={"data": data})
+    return SavedModel(
+        saved.checkpoint,
+        saved.manifest.model_copy(update={"corpus_fingerprint": fingerprint}),
+        saved.run.model_copy(update={"megastable": sections}),
+    )
+
+
+def test_the_validation_documents_of_a_pair_are_found_until_it_changes(folder: Path, tmp_path: Path) -> None:
+    pair = write_pair(tmp_path / "pair", DOCUMENTS)
+    corpus = prepared(pair, tmp_path / "cache", validation_fraction=0.5)
+    source = {"type": "indexed", "path": str(pair)}
+    data = text_data(pair, tmp_path / "cache", source=source, validation_fraction=0.5)
+    saved = trained_on(open_saved_model(folder / "run", lambda text: None), data, corpus.fingerprint)
+    text = held_out_text.held_out_text(saved)
+    assert "tokens of the validation documents" in text.name
+    assert text.token_ids.flatten().tolist() == corpus.validation.tokens[:32].tolist()
+    later = (tmp_path / "pair.bin").stat().st_mtime + 60
+    os.utime(tmp_path / "pair.bin", (later, later))
+    assert "random tokens" in held_out_text.held_out_text(saved).name
+    (tmp_path / "pair.bin").unlink()
+    assert "random tokens" in held_out_text.held_out_text(saved).name
+
+
+def test_of_a_blend_it_is_said_that_no_documents_are_looked_up(folder: Path, tmp_path: Path) -> None:
+    part = {"name": "a", "weight": 1.0, "source": {"type": "stdlib"}}
+    data = text_data(tmp_path, tmp_path / "cache", source={"type": "blend", "sources": (part,)})
+    saved = trained_on(open_saved_model(folder / "run", lambda text: None), data, "blended")
+    assert "random tokens (of a blend of sources" in held_out_text.held_out_text(saved).name
+
+
+def test_what_a_killed_export_has_left_is_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "out[1].7.partial").mkdir()
+    (tmp_path / "other.7.partial").mkdir()
+    notes = Notes()
+    exported(folder / "run", tmp_path / "out[1]", notes)
+    assert [text for text in notes.texts if "killed" in text] == [
+        f"{tmp_path / 'out[1].7.partial'} is of an export that was killed, or still runs; where none runs, remove it"
+    ]
+
+
 def test_what_exists_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(UserError, match="exists already"):
@@ -234,7 +280,7 @@ def test_sizes_are_read(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "GB", "-1GB", "1.5GB", "5XB", "0MB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="--max-shard-size"):
+    with pytest.raises(UserError, match=r"--max-shard-size .*: must be a whole number of a unit"):
         parse_size(text)
 
 

@@ -120,7 +120,7 @@ def test_spaces_before_words_are_those_of_the_whole_text(kind: str, prompt: str,
     before, ids = tokenizer.encode(prompt), tokenizer.encode(text)
     whole = WholeCharacters(tokenizer, before)
     shown = "".join([*map(whole.add, ids), whole.rest()])
-    assert tokenizer.decode(before) + shown == tokenizer.decode([*before, *ids])
+    assert f"{tokenizer.decode(before)}{shown}" == tokenizer.decode([*before, *ids])
 
 
 def test_a_continuation_begins_with_the_space_of_its_first_word() -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from megastable.checkpoints.verify import verify
 from megastable.config import load_run_file
 from megastable.core.errors import UserError
+from megastable.interop.their_files import TheirTensors
 from tests.interop.moved_models import STEP_0, assert_same_tensors, exported, imported, save_theirs
 
 
@@ -103,6 +104,18 @@ def test_tensors_that_are_missing_unknown_or_no_numbers_are_refused(tmp_path: Pa
     assert "no finite numbers" in refused(tmp_path, theirs)
     weights.write_bytes(whole[:1000])
     assert "model.safetensors cannot be read" in refused(tmp_path, theirs)
+
+
+def test_each_tensor_is_read_once(tmp_path: Path, theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, read = TheirTensors._read, []
+
+    def counted(self: TheirTensors, place: tuple[str, str]) -> torch.Tensor:
+        read.append(place)
+        return honest(self, place)
+
+    monkeypatch.setattr(TheirTensors, "_read", counted)
+    imported(tmp_path, theirs)
+    assert len(read) == len(set(read))
 
 
 @pytest.mark.parametrize("weight_map", [{"x": "../model.safetensors"}, {"x": 3}, {}, [], None])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastable.core.errors import UserError, shown
+from megastable.core.errors import UserError, first_line, shown
 from megastable.core.user_paths import expanded
 
 
@@ -38,3 +38,12 @@ def test_a_user_error_keeps_its_lines_and_shows_the_rest() -> None:
 def test_a_home_that_does_not_exist_is_one_message() -> None:
     with pytest.raises(UserError, match=r"~no-such-user-here/x: .*home directory.*; write the folder's whole path"):
         expanded("~no-such-user-here/x")
+
+
+def test_a_line_that_ends_with_a_colon_is_shown_with_what_follows() -> None:
+    assert first_line(ValueError("no tokenizer in one of: \n(1) a file, \n(2) a folder")) == (
+        "ValueError: no tokenizer in one of: (1) a file, (2) a folder"
+    )
+    assert first_line(ValueError("first\nsecond")) == "ValueError: first"
+    assert first_line(ValueError()) == "ValueError"
+    assert len(first_line(ValueError("one of:\n" + "word " * 1000))) < 450

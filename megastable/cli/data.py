@@ -144,9 +144,9 @@ def build(
     made = named_tokenizer(tokenizer, "--tokenizer")
     with _naming_options():
         given = Input(source, text_key, name, split, prompt_key, completion_key)
-        documents = open_input(given, input_format and input_format.value).documents
+        opened = open_input(given, input_format and input_format.value)
         built = build_pair(
-            documents,
+            opened.documents,
             made,
             expanded(output),
             has_prompts=prompt_key is not None,
@@ -154,6 +154,7 @@ def build(
             skip_broken=broken is Broken.skip,
             num_workers=num_workers,
             show_progress=True,
+            options=opened.options,
         )
     print_built(built, json_wanted)
 

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -30,7 +31,7 @@ from megastable.data.token_store import (
     TokenStoreMeta,
     read_meta,
 )
-from megastable.data.token_writer import finished_documents, write_token_store
+from megastable.data.token_writer import finished_documents, save_beside, write_token_store
 from megastable.data.tokenizer_interface import TextTokenizer
 
 IDENTITY_FILE, BROKEN_FILE, FINISHED_FILE = "identity", "broken.jsonl", "finished"
@@ -73,6 +74,7 @@ def build_pair(
     skip_broken: bool,
     num_workers: int,
     show_progress: bool,
+    options: Sequence[str] = (),
 ) -> Built:
     """Tokenise all documents into ``prefix.bin`` and ``prefix.idx``.
 
@@ -83,17 +85,27 @@ def build_pair(
         has_prompts: whether the documents are prompts with completions.
         skip_broken: leave out documents that cannot be read, and list them; otherwise the first one is an error.
         num_workers: processes that encode; 0 encodes here.
+        options: how the source was opened, such as the column of the text: what decides the documents and is not in
+            the fingerprint of the source.
 
     Raises:
         UserError: files of this name exist or are being built, or a document cannot be read.
     """
     folder = prefix.with_name(f"{prefix.name}.building")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        # Before anything is written, so that a call that is refused leaves nothing behind.
+        _refuse_existing(prefix, folder, validation_fraction)
+        identity = _identity(
+            source.fingerprint(), _hash_of(tokenizer), str(validation_fraction), str(skip_broken), *options
+        )
+        prefix.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock", timeout=0):
-            if not (folder / FINISHED_FILE).exists():
-                _refuse_existing(prefix, folder)
-                _begin(folder, source, validation_fraction, skip_broken, show_progress)
+            # Asked again: the process that held the lock before may have built it.
+            _refuse_existing(prefix, folder, validation_fraction)
+            if (folder / FINISHED_FILE).exists():
+                _refuse_other(prefix, folder, identity)
+            else:
+                _begin(folder, identity, show_progress)
                 is_validation = validation_documents(len(source), validation_fraction)
                 documents = _ReadableDocuments(SplitDocuments(source, is_validation), folder, skip_broken)
                 write_token_store(
@@ -114,26 +126,47 @@ def build_pair(
     return built
 
 
-def _refuse_existing(prefix: Path, folder: Path) -> None:
-    for path in (index_path(prefix), tokens_path(prefix), meta_path(prefix), tokenizer_path(prefix)):
+def _refuse_existing(prefix: Path, folder: Path, validation_fraction: float) -> None:
+    """Refuse files of the names that are to be written, unless a finished build was ended while it moved them there."""
+    if (folder / FINISHED_FILE).exists():
+        return
+    pair = (index_path, tokens_path, checksums_path)
+    targets = [path_of(prefix) for path_of in (*pair, meta_path, tokenizer_path, broken_path)]
+    if validation_fraction:
+        targets += [path_of(validation_prefix(prefix)) for path_of in pair]
+    for path in targets:
         if path.exists():
-            # Nothing of this build is there yet, or its folder would say that it was finished.
-            shutil.rmtree(folder)
             raise UserError(f"{path} exists, and nothing is overwritten; remove it, or name another output")
 
 
-def _begin(
-    folder: Path, source: DocumentSource, validation_fraction: float, skip_broken: bool, show_progress: bool
-) -> None:
-    """Empty the folder unless it has a part of the same build."""
-    parts = [source.fingerprint(), str(validation_fraction), str(skip_broken)]
-    identity = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+def _hash_of(tokenizer: TextTokenizer) -> str:
+    with TemporaryDirectory() as folder:
+        return save_beside(Path(folder), tokenizer)
+
+
+def _identity(*parts: str) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _refuse_other(prefix: Path, folder: Path, identity: str) -> None:
+    """Refuse to give the name of this build to a finished one whose files are not in their places yet."""
+    path = folder / IDENTITY_FILE
+    if not path.exists() or path.read_text() != identity:
+        raise UserError(
+            f"{folder} holds a finished build of other documents or options, not yet moved to {prefix}; "
+            "run its own line again to move them, or remove that folder"
+        )
+
+
+def _begin(folder: Path, identity: str, show_progress: bool) -> None:
+    """Make the folder, empty unless it has a part of the same build."""
     path = folder / IDENTITY_FILE
     if path.exists() and path.read_text() == identity:
         return
     if finished_documents(folder):
         note("Building anew: the documents or options have changed since the build that was ended", show=show_progress)
-    shutil.rmtree(folder)
+    if folder.exists():
+        shutil.rmtree(folder)
     folder.mkdir()
     path.write_text(identity)
 

@@ -120,6 +120,8 @@ class OpenInput(NamedTuple):
     documents: DocumentSource
     reads_in_order: bool
     """Whether going back takes long."""
+    options: Sequence[str]
+    """The format and all that was said of how to read it: other ones, other documents."""
 
 
 def open_input(given: Input, file_format: str | None) -> OpenInput:
@@ -137,7 +139,8 @@ def open_input(given: Input, file_format: str | None) -> OpenInput:
     if given.prompt_key is not None and name != "jsonl":
         raise UserError(f"--prompt-key: is for JSON lines, and {given.path} is read as {name}")
     chosen = FORMATS[name]
-    return OpenInput(chosen.open(given), chosen.reads_in_order)
+    options = [name, *(str(option) for option in given[1:])]
+    return OpenInput(chosen.open(given), chosen.reads_in_order, options)
 
 
 class ReadableDocuments:

@@ -11,19 +11,22 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+from datasets import Dataset
 from typer.testing import CliRunner
 
 from megastable.cli.main import app
 from megastable.config import run_from_dict
 from megastable.core.errors import UserError
+from megastable.data import build as build_module
 from megastable.data import encoding, prepare_corpus, token_writer
 from megastable.data.indexed_format import open_indexed
 from megastable.data.json_lines import JsonLines
 from megastable.data.prompts import Document
-from megastable.data.text_tokenizers import BytesTokenizer
+from megastable.data.text_tokenizers import BytesTokenizer, train_bpe
 from tests.data.data_examples import prepare_single, text_data, tiny_model, write_documents
 from tests.support.launches import write_run_file
 from tests.support.ranks import REPOSITORY
@@ -223,14 +226,88 @@ def test_other_documents_or_options_are_built_anew(tmp_path: Path, monkeypatch: 
     assert texts_of(tmp_path / "pair") == ["new"] * 60
 
 
-@pytest.mark.parametrize("suffix", [".idx", ".bin", ".json", ".tokenizer"])
+def end_at(monkeypatch: pytest.MonkeyPatch, words: list[Any], document: int) -> None:
+    """Run a build that is killed at a document."""
+    own = build_module._ReadableDocuments.__getitem__
+
+    def killed(self: Any, index: int) -> Any:
+        if index == document:
+            raise Killed
+        return own(self, index)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(build_module._ReadableDocuments, "__getitem__", killed)
+        CliRunner().invoke(
+            app, ["data", "build", *map(str, words)], catch_exceptions=False, standalone_mode=False
+        )  # fmt: skip
+
+
+@pytest.mark.usefixtures("_small_batches")
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.arrow", "saved"])
+def test_a_build_is_not_gone_on_from_with_another_column(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = Dataset.from_dict({"text": TEXTS, "b": [text.upper() for text in TEXTS]})
+    writers = {".parquet": rows.to_parquet, ".csv": rows.to_csv}
+    writers.get(Path(name).suffix, rows.save_to_disk)(tmp_path / name.removesuffix(".arrow"))
+    if name == "a.arrow":
+        next((tmp_path / "a").glob("*.arrow")).rename(tmp_path / name)
+    words = [tmp_path / name, "-o", tmp_path / "pair", "-t", "bytes", "--workers", 1]
+    end_at(monkeypatch, [*words, "--text-key", "text"], 40)
+    assert build_module.finished_documents(tmp_path / "pair.building") > 0
+    build(*words, "--text-key", "b")
+    assert texts_of(tmp_path / "pair") == [text.upper() for text in TEXTS]
+
+
+@pytest.mark.parametrize("other", ["documents", "tokenizer", "fraction"])
+def test_a_finished_build_is_not_published_as_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    rows = rows_file(tmp_path / "rows.jsonl.gz")
+    second = rows_file(tmp_path / "second.jsonl.gz", ["other"] * 60)
+    train_bpe(260, TEXTS).save(tmp_path)
+    output = ["-o", tmp_path / "pair"]
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(build_module, "_publish", mock.Mock(side_effect=Killed))
+        CliRunner().invoke(
+            app, ["data", "build", str(rows), "-t", "bytes", *map(str, output)],
+            catch_exceptions=False, standalone_mode=False,
+        )  # fmt: skip
+    words = {
+        "documents": [second, "-t", "bytes"],
+        "tokenizer": [rows, "-t", tmp_path],
+        "fraction": [rows, "-t", "bytes", "--validation-fraction", 0.2],
+    }
+    code, _, message = command("build", *words[other], *output)
+    assert code == 2 and "pair.building holds a finished build of other documents or options" in message
+    assert not (tmp_path / "pair.idx").exists()
+    build(rows, "-t", "bytes", *output)
+    assert texts_of(tmp_path / "pair") == TEXTS
+
+
+OUTPUTS = [".idx", ".bin", ".json", ".tokenizer", ".crc32", ".broken.jsonl"]
+VALIDATION_OUTPUTS = [".validation.idx", ".validation.bin", ".validation.crc32"]
+
+
+@pytest.mark.parametrize("suffix", OUTPUTS + VALIDATION_OUTPUTS)
 def test_nothing_is_overwritten(tmp_path: Path, suffix: str) -> None:
     rows = rows_file(tmp_path / "rows.jsonl.gz")
     (tmp_path / f"pair{suffix}").write_text("mine")
-    code, _, message = command("build", rows, "-o", tmp_path / "pair", "-t", "bytes")
+    before = files_of(tmp_path, "")
+    code, _, message = command("build", rows, "-o", tmp_path / "pair", "-t", "bytes", "--validation-fraction", 0.2)
     assert code == 2 and f"pair{suffix} exists, and nothing is overwritten" in message
-    assert (tmp_path / f"pair{suffix}").read_text() == "mine"
-    assert not list(tmp_path.glob("*.building"))
+    assert files_of(tmp_path, "") == before, "nothing is left behind"
+
+
+@pytest.mark.usefixtures("_small_batches")
+def test_a_file_in_the_way_does_not_cost_an_unfinished_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_file(tmp_path / "rows.jsonl.gz")
+    words = [rows, "-o", tmp_path / "pair", "-t", "bytes", "--workers", 1]
+    end_at(monkeypatch, words, 40)
+    (tmp_path / "pair.bin").write_text("mine")
+    assert command("build", *words)[0] == 2
+    assert build_module.finished_documents(tmp_path / "pair.building") > 0
 
 
 def test_a_process_that_is_lost_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from megastable.core.errors import UserError
 from megastable.data.token_store import META_FILE, TOKENIZER_FOLDER, TokenStoreMeta, read_meta
@@ -22,6 +24,26 @@ def tokenizer_beside(prefix: Path) -> Path | None:
     """Find the tokenizer that made a pair: beside it, or in the folder of the cache that it is in; None without one."""
     folders = (tokenizer_path(prefix), tokenizer_path(_built_with(prefix)), prefix.parent / TOKENIZER_FOLDER)
     return next((folder for folder in folders if folder.is_dir()), None)
+
+
+def same_vocabulary(first: Path, second: Path) -> bool | None:
+    """Tell whether the tokenizers of two folders have the same tokens and merges; None where that cannot be known.
+
+    Not by the bytes of their files, which differ with the version of the library that wrote them.
+    """
+    vocabularies = [_vocabulary(folder) for folder in (first, second)]
+    return None if None in vocabularies else vocabularies[0] == vocabularies[1]
+
+
+def _vocabulary(folder: Path) -> tuple[Any, Any] | None:
+    """Read tokens and merges; None of a tokenizer that is saved in another way."""
+    try:
+        model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+        # A merge is a pair, or both joined by a space.
+        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or ()]
+        return model["vocab"], merges
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def record_beside(prefix: Path) -> TokenStoreMeta | None:

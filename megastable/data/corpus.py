@@ -85,6 +85,8 @@ def _prepare_one(data: DataConfig, model: ModelConfig, show_progress: bool, num_
             meta = read_meta(folder / META_FILE)
         except (OSError, ValueError, TypeError) as error:
             raise damaged_store(folder, error) from error
+        if data.resets_at_documents:
+            source.check_ends(meta.eod_id)
         train, validation = source.split(data.validation_fraction)
     else:
         meta, train, validation = open_token_store(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 import os
 import shutil
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megastable.core.errors import UserError
-from megastable.data.beside import meta_path, record_beside, tokenizer_beside, tokenizer_path
+from megastable.data.beside import meta_path, record_beside, same_vocabulary, tokenizer_beside, tokenizer_path
 from megastable.data.block_checksums import ChecksumWriter
 from megastable.data.indexed_format import IndexedTokens, index_path, open_indexed, tokens_path, write_index
 from megastable.data.indexed_writer import checksums_path
@@ -73,7 +72,12 @@ def _check_alike(pairs: Sequence[IndexedTokens]) -> None:
 def _same_tokenizer(first: Path | None, second: Path | None) -> bool:
     if first is None or second is None:
         return first is second
-    return filecmp.cmp(first / "tokenizer.json", second / "tokenizer.json", shallow=False)
+    same = same_vocabulary(first, second)
+    return _contents(first) == _contents(second) if same is None else same
+
+
+def _contents(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def _write(pairs: Sequence[IndexedTokens], output: Path, show_progress: bool) -> None:

@@ -186,14 +186,15 @@ def inspect(
     Sizes, offsets and documents are checked as a run does when it opens the
     pair, and all ids are read. Equal documents are counted by a hash of their
     ids. Where a record lies beside the pair, as `data build` writes it, the
-    ids are held against its vocabulary and its end-of-document id.
+    ids are held against its vocabulary and its end-of-document id; where
+    checksums do, the tokens are compared with them.
 
     --document N shows the first tokens of document N (counting from 0),
     control characters as escapes.
 
     Works on the cache of a run too: CACHE/tokens/.../train.
 
-    Exit code 1 where a run would refuse the ids, 0 without, 2 where the pair
+    Exit code 1 where a run would refuse the ids or tokens, 0 without, 2 where the pair
     cannot be read.
     """
     from megastable.data.inspection import decoded_document, inspect_pair

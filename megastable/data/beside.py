@@ -1,4 +1,4 @@
-"""What lies beside a pair that was built here: its tokenizer and its record."""
+"""What lies beside a pair that was built here: its tokenizer, its record and the checksums of its tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megastable.core.errors import UserError
+from megastable.data.block_checksums import BlockChecksums
+from megastable.data.indexed_format import IndexedTokens, tokens_path
+from megastable.data.indexed_writer import checksums_path
 from megastable.data.token_store import META_FILE, TOKENIZER_FOLDER, TokenStoreMeta, read_meta
 
 
@@ -18,6 +21,21 @@ def meta_path(prefix: Path) -> Path:
 def tokenizer_path(prefix: Path) -> Path:
     """Return the folder of the tokenizer of a pair that was built here."""
     return prefix.with_name(f"{prefix.name}.tokenizer")
+
+
+def checksums_beside(pair: IndexedTokens) -> BlockChecksums | None:
+    """Open the checksums of a pair's tokens; None of one of a tool that writes none.
+
+    Raises:
+        UserError: they are those of another file.
+    """
+    path = checksums_path(pair.prefix)
+    if not path.is_file():
+        return None
+    try:
+        return BlockChecksums(pair.tokens, path)
+    except ValueError as error:
+        raise UserError(f"the checksums beside {tokens_path(pair.prefix)} are not its own: {error}") from error
 
 
 def tokenizer_beside(prefix: Path) -> Path | None:

@@ -13,14 +13,14 @@ import numpy.typing as npt
 from megastable.config import IndexedSourceConfig
 from megastable.core.errors import UserError
 from megastable.core.user_paths import expanded
-from megastable.data.beside import record_beside, same_vocabulary, tokenizer_beside
-from megastable.data.block_checksums import BlockChecksums
+from megastable.data.beside import checksums_beside, record_beside, same_vocabulary, tokenizer_beside
 from megastable.data.indexed_format import IndexedTokens, check_ids, index_path, open_indexed, tokens_path
-from megastable.data.indexed_writer import checksums_path, hashed_dtype, prompts_fingerprint
+from megastable.data.indexed_writer import hashed_dtype, prompts_fingerprint
 from megastable.data.progress import note, track
 from megastable.data.prompts import PromptSpans
 from megastable.data.sample_order import num_validation_documents
 from megastable.data.token_store import (
+    META_FILE,
     TOKENIZER_FOLDER,
     MappedTokens,
     TokenStoreMeta,
@@ -135,7 +135,7 @@ class IndexedSource:
             fingerprint=store_fingerprint(*digests),
             has_prompts=train.prompts is not None,
         )
-        write_meta(folder, meta)
+        write_meta(folder / META_FILE, meta)
 
     def check_ends(self, eod_id: int) -> None:
         """Refuse a pair in which no document ends as this run ends documents, though it is to begin anew at each.
@@ -214,13 +214,7 @@ def _open(named: str, key: str) -> IndexedTokens:
 
 def _tokens_of(pair: IndexedTokens, part: slice = slice(None)) -> MappedTokens:
     """Take a part of a pair's tokens, with the checksums of the file where it has some."""
-    checksums = None
-    path = checksums_path(pair.prefix)
-    if path.is_file():
-        try:
-            checksums = BlockChecksums(pair.tokens, path)
-        except ValueError as error:
-            raise UserError(f"the checksums beside {tokens_path(pair.prefix)} are not its own: {error}") from error
+    checksums = checksums_beside(pair)
     record = record_beside(pair.prefix)
     prompts = PromptSpans(pair) if record is not None and record.has_prompts else None
     return MappedTokens(tokens_path(pair.prefix), pair.tokens[part], checksums, part.start or 0, RESTORE, prompts)

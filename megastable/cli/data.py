@@ -115,8 +115,8 @@ def build(
 
     The files are the same for any number of --workers. A build that was ended
     goes on where it was when it is started again. Every document ends with the
-    tokenizer's end-of-document id; those without text are left out and
-    counted. Nothing is overwritten.
+    tokenizer's end-of-document id; those without text are left out, counted
+    and listed in OUTPUT.empty.jsonl. Nothing is overwritten.
 
     --broken skip leaves out documents that cannot be read, such as a line that
     is not JSON, counts them, and lists each with its file and line in
@@ -260,7 +260,7 @@ def train(
     """
     import numpy as np
 
-    from megastable.data.corpus import texts_to_learn_from
+    from megastable.data.corpus import note_remarks, texts_to_learn_from
     from megastable.data.inputs import Input, ReadableDocuments, open_input
     from megastable.data.text_tokenizers import train_bpe
 
@@ -269,6 +269,7 @@ def train(
         raise UserError(f"--output: {folder} exists, and nothing is overwritten; remove it, or name another folder")
     with _naming_options():
         given = open_input(Input(source, text_key, name, split), input_format and input_format.value)
+        note_remarks(given.documents, show=True)
         documents = ReadableDocuments(given.documents) if broken is Broken.skip else given.documents
         texts = texts_to_learn_from(documents, np.arange(len(documents)), in_order=given.reads_in_order)
         made = train_bpe(vocab_size, texts)

@@ -10,17 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 from filelock import FileLock, Timeout
 
 from megastable.core.errors import UserError
 from megastable.data.beside import meta_path, tokenizer_path
-from megastable.data.corpus import SplitDocuments
+from megastable.data.corpus import SplitDocuments, note_remarks
 from megastable.data.indexed_format import index_path, tokens_path
 from megastable.data.indexed_writer import checksums_path
 from megastable.data.progress import note
-from megastable.data.prompts import Document
+from megastable.data.prompts import Document, is_empty
 from megastable.data.sample_order import validation_documents
 from megastable.data.sources import DocumentSource
 from megastable.data.token_store import (
@@ -34,7 +36,17 @@ from megastable.data.token_store import (
 from megastable.data.token_writer import finished_documents, save_beside, write_token_store
 from megastable.data.tokenizer_interface import TextTokenizer
 
-IDENTITY_FILE, BROKEN_FILE, FINISHED_FILE = "identity", "broken.jsonl", "finished"
+IDENTITY_FILE, FINISHED_FILE = "identity", "finished"
+BROKEN_FILE, EMPTY_FILE = "broken.jsonl", "empty.jsonl"
+
+
+@runtime_checkable
+class Placed(Protocol):
+    """Documents that know where they stand."""
+
+    def place(self, index: int) -> str:
+        """Return the file of a document, and its line or row there."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,11 @@ class Built:
 def broken_path(prefix: Path) -> Path:
     """Return the list of documents that could not be read."""
     return prefix.with_name(f"{prefix.name}.broken.jsonl")
+
+
+def empty_path(prefix: Path) -> Path:
+    """Return the list of documents that have no text."""
+    return prefix.with_name(f"{prefix.name}.empty.jsonl")
 
 
 def validation_prefix(prefix: Path) -> Path:
@@ -98,6 +115,7 @@ def build_pair(
         identity = _identity(
             source.fingerprint(), _hash_of(tokenizer), str(validation_fraction), str(skip_broken), *options
         )
+        note_remarks(source, show=show_progress)
         prefix.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock", timeout=0):
             # Asked again: the process that held the lock before may have built it.
@@ -107,7 +125,7 @@ def build_pair(
             else:
                 _begin(folder, identity, show_progress)
                 is_validation = validation_documents(len(source), validation_fraction)
-                documents = _ReadableDocuments(SplitDocuments(source, is_validation), folder, skip_broken)
+                documents = _ReadableDocuments(source, is_validation, folder, skip_broken)
                 write_token_store(
                     folder,
                     documents,
@@ -131,7 +149,7 @@ def _refuse_existing(prefix: Path, folder: Path, validation_fraction: float) -> 
     if (folder / FINISHED_FILE).exists():
         return
     pair = (index_path, tokens_path, checksums_path)
-    targets = [path_of(prefix) for path_of in (*pair, meta_path, tokenizer_path, broken_path)]
+    targets = [path_of(prefix) for path_of in (*pair, meta_path, tokenizer_path, broken_path, empty_path)]
     if validation_fraction:
         targets += [path_of(validation_prefix(prefix)) for path_of in pair]
     for path in targets:
@@ -172,33 +190,46 @@ def _begin(folder: Path, identity: str, show_progress: bool) -> None:
 
 
 class _ReadableDocuments(Sequence[tuple[Document, bool]]):
-    """Documents of which those that cannot be read are listed, and have no text."""
+    """Documents of which those without text are listed, as are those that cannot be read, which have none then."""
 
-    def __init__(self, documents: SplitDocuments, folder: Path, skip_broken: bool) -> None:
-        """Go on with the list of an earlier build, as far as its documents are on disk."""
-        self._documents = documents
+    def __init__(
+        self, source: DocumentSource, is_validation: npt.NDArray[np.bool_], folder: Path, skip_broken: bool
+    ) -> None:
+        """Go on with the lists of an earlier build, as far as its documents are on disk."""
+        self._source = source
+        self._documents = SplitDocuments(source, is_validation)
         self._skip_broken = skip_broken
-        self._path = folder / BROKEN_FILE
+        self._broken_path = folder / BROKEN_FILE
+        self._empty_path = folder / EMPTY_FILE
         finished = finished_documents(folder)
-        kept = [line for line in _broken(self._path) if line["document"] < finished]
-        self._path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        for path in (self._broken_path, self._empty_path):
+            kept = [line for line in _listed(path) if line["document"] < finished]
+            path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
 
     def __len__(self) -> int:
         return len(self._documents)
 
     def __getitem__(self, index: Any) -> Any:
         try:
-            return self._documents[index]
+            document, is_validation = self._documents[index]
         except UserError as error:
             if not self._skip_broken:
                 raise
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"document": index, "fault": str(error)}) + "\n")
+            _list(self._broken_path, {"document": index, "fault": str(error)})
             return "", False
+        if is_empty(document):
+            place = {"place": self._source.place(index)} if isinstance(self._source, Placed) else {}
+            _list(self._empty_path, {"document": index, **place})
+        return document, is_validation
 
 
-def _broken(path: Path) -> list[dict[str, Any]]:
-    """Read the list of broken documents; a last line that a kill has cut is of a document that is read again."""
+def _list(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _listed(path: Path) -> list[dict[str, Any]]:
+    """Read a list of documents; a last line that a kill has cut is of a document that is read again."""
     lines = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in lines[: lines.rfind("\n") + 1].splitlines()]
 
@@ -207,10 +238,11 @@ def _publish(folder: Path, prefix: Path) -> Built:
     """Move what was built to its place, the indices last: a pair that has one is whole."""
     record = folder / META_FILE
     meta = read_meta(record if record.exists() else meta_path(prefix))
-    broken = _broken(folder / BROKEN_FILE) or _broken(broken_path(prefix))
+    broken = _listed(folder / BROKEN_FILE) or _listed(broken_path(prefix))
     moves = {folder / META_FILE: meta_path(prefix), folder / TOKENIZER_FOLDER: tokenizer_path(prefix)}
-    if broken:
-        moves[folder / BROKEN_FILE] = broken_path(prefix)
+    for listed, path_of in ((BROKEN_FILE, broken_path), (EMPTY_FILE, empty_path)):
+        if _listed(folder / listed):
+            moves[folder / listed] = path_of(prefix)
     pairs = {folder / TRAIN: prefix}
     held_out = None
     if meta.num_validation_tokens:

@@ -69,8 +69,8 @@ def _open_tables(given: Input, file_format: str) -> DocumentSource:
     found = find_files(
         given.path, lambda file: file.name.endswith(suffixes), f"files whose names do not end in {', '.join(suffixes)}"
     )
-    files = with_text(found.root, found.files, given.path, found.remarks)
-    return open_tables(files, file_format, given.path, given.text_key)
+    found = with_text(found, given.path)
+    return open_tables(found.files, file_format, given.path, given.text_key, found.remarks)
 
 
 FORMATS: Mapping[str, Format] = {

@@ -48,9 +48,10 @@ class JsonLines:
         """
         self.name = spec.path
         found = find_files(spec.path, _is_json_lines, f"files whose names do not end in {', '.join(SUFFIXES)}")
+        found = with_text(found, spec.path)
         self._root = found.root
-        self._remarks = tuple(found.remarks)
-        self._files = with_text(found.root, found.files, spec.path, found.remarks)
+        self._remarks = found.remarks
+        self._files = found.files
         self._keys = [spec.text_key]
         if spec.prompt_key is not None and spec.completion_key is not None:
             self._keys = [spec.prompt_key, spec.completion_key]

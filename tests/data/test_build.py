@@ -103,7 +103,7 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2]
     suffixes = {name for name in found[0] if not name.startswith(".tokenizer")}
     pair = {".bin", ".idx", ".crc32"}
-    assert suffixes == {*pair, *(f".validation{suffix}" for suffix in pair), ".json", ".broken.jsonl"}
+    assert suffixes == {*pair, *(f".validation{suffix}" for suffix in pair), ".json", ".broken.jsonl", ".empty.jsonl"}
 
 
 def test_every_document_is_somewhere_or_counted(tmp_path: Path) -> None:
@@ -115,6 +115,8 @@ def test_every_document_is_somewhere_or_counted(tmp_path: Path) -> None:
     assert ["line 7 is not JSON" in document["broken"][0], "line 11 has no key" in document["broken"][1]] == [True] * 2
     listed = [json.loads(line) for line in (tmp_path / "pair.broken.jsonl").read_text().splitlines()]
     assert [line["document"] for line in listed] == [6, 10]
+    empty = [json.loads(line) for line in (tmp_path / "pair.empty.jsonl").read_text().splitlines()]
+    assert empty == [{"document": number - 1, "place": f"{rows}, line {number}"} for number in (9, 60)]
     kept = [text for number, text in enumerate(TEXTS, start=1) if number not in (7, 9, 11, 60)]
     written = texts_of(tmp_path / "pair") + texts_of(tmp_path / "pair.validation")
     assert sorted(written) == sorted(kept)
@@ -286,7 +288,7 @@ def test_a_finished_build_is_not_published_as_another_one(
     assert texts_of(tmp_path / "pair") == TEXTS
 
 
-OUTPUTS = [".idx", ".bin", ".json", ".tokenizer", ".crc32", ".broken.jsonl"]
+OUTPUTS = [".idx", ".bin", ".json", ".tokenizer", ".crc32", ".broken.jsonl", ".empty.jsonl"]
 VALIDATION_OUTPUTS = [".validation.idx", ".validation.bin", ".validation.crc32"]
 
 
@@ -372,3 +374,23 @@ def test_text_files_are_documents(tmp_path: Path) -> None:
     write_documents(tmp_path / "texts")
     document = build(tmp_path / "texts", "-o", tmp_path / "out/pair", "-t", "bytes")
     assert document["documents"] == 20
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "csv"])
+@pytest.mark.parametrize("verb", ["build", "train"])
+def test_files_that_are_left_out_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, verb: str
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "input"
+    folder.mkdir()
+    content = {"txt": "text", "jsonl": '{"text": "a"}', "csv": "text\na\n"}
+    (folder / f"a.{kind}").write_text(content[kind])
+    (folder / f"empty.{kind}").touch()
+    (folder / "image.png").write_bytes(b"\x89PNG\xff")
+    words = ["data", "build", str(folder), "-o", str(tmp_path / "pair"), "-t", "bytes"]
+    if verb == "train":
+        words = ["tokenizer", "train", str(folder), "-o", str(tmp_path / "made"), "--vocab-size", "260"]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert f"{folder}: left out 1 empty files, such as {folder}/empty.{kind}" in result.stderr
+    assert f"{folder}: left out 1 files " in result.stderr and "image.png" in result.stderr

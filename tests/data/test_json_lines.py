@@ -82,8 +82,9 @@ def test_of_a_folder_only_its_own_files_are_taken_and_the_others_said(tmp_path: 
     (tmp_path / "empty.jsonl").touch()
     source = opened(tmp_path)
     assert [source[index] for index in range(len(source))] == ["a"]
-    (remark,) = source.remarks()
+    remark, empty = source.remarks()
     assert "left out 1 files whose names do not end in .jsonl, .jsonl.gz, .jsonl.zst" in remark
+    assert empty.startswith("left out 1 empty files, such as ")
     assert len(opened(tmp_path / "b.txt")) == 1, "a file that is named is taken as it is"
 
 

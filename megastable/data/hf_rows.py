@@ -36,7 +36,9 @@ def open_tables(files: Sequence[Path], file_format: str, name: str, column: str,
     from datasets import load_dataset
 
     try:
-        rows = load_dataset(file_format, data_files=[str(file) for file in files], split="train")
+        # As the text that stands there: by itself the reader of csv makes numbers of digits, and nothing of "NA".
+        options = {"keep_default_na": False, "converters": {column: str}} if file_format == "csv" else {}
+        rows = load_dataset(file_format, data_files=[str(file) for file in files], split="train", **options)
     except Exception as error:
         why = first_line(error.__cause__ or error)
         raise UserError(f"megastable.data.source.path: datasets cannot read {name} as {file_format}: {why}") from error
@@ -160,6 +162,9 @@ def _check_column(name: str, column: str, columns: Sequence[str]) -> None:
 
 
 def _as_text(value: Any, index: int, name: str, column: str) -> str:
+    # A row without a value is a document without text.
+    if value is None:
+        return ""
     if not isinstance(value, str):
         raise UserError(
             f"megastable.data.source.text_column: row {index:,} of {name} holds {type(value).__name__}, "

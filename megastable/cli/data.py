@@ -119,7 +119,7 @@ def build(
     and listed in OUTPUT.empty.jsonl. Nothing is overwritten.
 
     --broken skip leaves out documents that cannot be read, such as a line that
-    is not JSON, counts them, and lists each with its file and line in
+    is not JSON or the rest of a .gz file that was cut, counts them, and lists each with its file and line in
     OUTPUT.broken.jsonl.
 
     Exit code 0 when all is written, 2 where something is refused.
@@ -143,7 +143,7 @@ def build(
 
     made = named_tokenizer(tokenizer, "--tokenizer")
     with _naming_options():
-        given = Input(source, text_key, name, split, prompt_key, completion_key)
+        given = Input(source, text_key, name, split, prompt_key, completion_key, broken is Broken.skip)
         opened = open_input(given, input_format and input_format.value)
         built = build_pair(
             opened.documents,
@@ -268,7 +268,9 @@ def train(
     if folder.exists():
         raise UserError(f"--output: {folder} exists, and nothing is overwritten; remove it, or name another folder")
     with _naming_options():
-        given = open_input(Input(source, text_key, name, split), input_format and input_format.value)
+        given = open_input(
+            Input(source, text_key, name, split, skip_broken=broken is Broken.skip), input_format and input_format.value
+        )
         note_remarks(given.documents, show=True)
         documents = ReadableDocuments(given.documents) if broken is Broken.skip else given.documents
         texts = texts_to_learn_from(documents, np.arange(len(documents)), in_order=given.reads_in_order)

@@ -32,6 +32,8 @@ class Input(NamedTuple):
     prompt_key: str | None = None
     completion_key: str | None = None
     """Keys of JSON lines with prompts and completions in place of one text."""
+    skip_broken: bool = False
+    """Whether what cannot be read is left out."""
 
 
 class Format(NamedTuple):
@@ -54,7 +56,8 @@ def _open_json_lines(given: Input) -> DocumentSource:
             text_key=given.text_key,
             prompt_key=given.prompt_key,
             completion_key=given.completion_key,
-        )
+        ),
+        skips_damage=given.skip_broken,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pyarrow
 import pytest
 from datasets import Dataset
 from typer.testing import CliRunner
@@ -394,3 +395,23 @@ def test_files_that_are_left_out_are_said(
     result = CliRunner().invoke(app, words, catch_exceptions=False)
     assert f"{folder}: left out 1 empty files, such as {folder}/empty.{kind}" in result.stderr
     assert f"{folder}: left out 1 files " in result.stderr and "image.png" in result.stderr
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_of_a_file_that_was_cut_the_lines_before_are_kept(tmp_path: Path, suffix: str) -> None:
+    lines = [f"line {number} {os.urandom(600).hex()}" for number in range(1000)]
+    stored = "".join(json.dumps({"text": text}) + "\n" for text in lines).encode()
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    compressed = gzip.compress(stored) if suffix == "gz" else pyarrow.compress(stored, "zstd", asbytes=True)
+    (folder / f"a.jsonl.{suffix}").write_bytes(compressed[: len(compressed) // 2])
+    (folder / "b.jsonl").write_text('{"text": "last"}\n')
+    (folder / f"c.jsonl.{suffix}").write_bytes(b"nothing of the kind")
+    code, _, message = command("build", folder, "-o", tmp_path / "pair", "-t", "bytes")
+    assert code == 2 and f"a.jsonl.{suffix} cannot be read after line" in message
+    document = build(folder, "-o", tmp_path / "pair", "-t", "bytes", "--broken", "skip")
+    kept = texts_of(tmp_path / "pair")
+    assert kept == [*lines[: len(kept) - 1], "last"] and 200 < len(kept) < 520
+    assert document["broken_documents"] == 2
+    assert f"a.jsonl.{suffix} cannot be read after line" in document["broken"][0]
+    assert f"c.jsonl.{suffix} cannot be read" in document["broken"][1]

@@ -156,3 +156,24 @@ def test_lines_have_the_tokens_of_text_files_with_the_same_split(tmp_path: Path,
     assert corpora[0].num_validation_tokens > 0
     if tokenizer["type"] == "bytes":
         assert corpora[0].fingerprint == corpora[1].fingerprint
+
+
+class NeverIterated(list[Path]):
+    """Files of which one is looked up, and not all of them for each document."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError
+
+
+def test_a_document_is_found_without_a_look_at_all_files(tmp_path: Path) -> None:
+    counts = [3, 1, 4, 1, 5]
+    for number, count in enumerate(counts):
+        (tmp_path / f"{number}.jsonl").write_bytes(lines_of([f"{number} {line}" for line in range(count)]))
+    source = opened(tmp_path)
+    assert len(source) == sum(counts)
+    source._files = NeverIterated(source._files)
+    expected = [f"{number} {line}" for number, count in enumerate(counts) for line in range(count)]
+    assert [source[index] for index in range(len(source))] == expected
+    for index in (-1, len(source)):
+        with pytest.raises(IndexError):
+            source.place(index)

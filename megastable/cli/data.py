@@ -16,7 +16,7 @@ from megastable.config import load_run_file
 from megastable.config.limits import LARGEST_VOCABULARY
 from megastable.core.errors import UserError, shown
 from megastable.core.host import usable_cpus
-from megastable.core.user_paths import expanded
+from megastable.core.user_paths import expanded, pair_prefix
 
 # Nothing here loads numpy before it is needed: every command of megastable imports this file.
 
@@ -59,7 +59,7 @@ BrokenOption = Annotated[
     Broken, typer.Option(help="what to do about a document that cannot be read: stop, or skip and list it")
 ]
 Output = Annotated[
-    Path | None,
+    str | None,
     typer.Option("--output", "-o", help="the pair to write: OUTPUT.bin and OUTPUT.idx; leave it out for a run file"),
 ]
 TokenizerName = Annotated[
@@ -141,6 +141,7 @@ def build(
     from megastable.data.inputs import Input, open_input
     from megastable.data.text_tokenizers import named_tokenizer
 
+    prefix = pair_prefix(output, "--output")
     made = named_tokenizer(tokenizer, "--tokenizer")
     with _naming_options():
         given = Input(source, text_key, name, split, prompt_key, completion_key, broken is Broken.skip)
@@ -148,7 +149,7 @@ def build(
         built = build_pair(
             opened.documents,
             made,
-            expanded(output),
+            prefix,
             has_prompts=prompt_key is not None,
             validation_fraction=validation_fraction,
             skip_broken=broken is Broken.skip,
@@ -168,7 +169,7 @@ def _build_cache(path: Path, overrides: list[str], num_workers: int, json_wanted
     print_corpus(corpus, json_wanted)
 
 
-Pair = Annotated[Path, typer.Argument(metavar="PAIR", help="a pair without .bin and .idx, e.g. tokens/web")]
+Pair = Annotated[str, typer.Argument(metavar="PAIR", help="a pair without .bin and .idx, e.g. tokens/web")]
 
 
 @data_app.command()
@@ -199,7 +200,7 @@ def inspect(
     """
     from megastable.data.inspection import decoded_document, inspect_pair
 
-    prefix = expanded(pair)
+    prefix = pair_prefix(pair, "PAIR")
     found = inspect_pair(prefix, show_progress=True)
     text = None if document is None else decoded_document(prefix, document, tokenizer)
     print_inspection(found, document, text, json_wanted)
@@ -209,8 +210,8 @@ def inspect(
 
 @data_app.command()
 def merge(
-    pairs: Annotated[list[Path], typer.Argument(metavar="PAIR...", help="pairs without .bin and .idx, in order")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="the pair to write")],
+    pairs: Annotated[list[str], typer.Argument(metavar="PAIR...", help="pairs without .bin and .idx, in order")],
+    output: Annotated[str, typer.Option("--output", "-o", help="the pair to write")],
     json_wanted: Annotated[bool, typer.Option("--json", help="print one object instead of a line")] = False,
 ) -> None:
     """Join pairs to one, with the documents of the first one first.
@@ -222,8 +223,8 @@ def merge(
     """
     from megastable.data.merging import merge_pairs
 
-    prefix = expanded(output)
-    merged = merge_pairs([expanded(pair) for pair in pairs], prefix, show_progress=True)
+    prefix = pair_prefix(output, "--output")
+    merged = merge_pairs([pair_prefix(pair, "PAIR") for pair in pairs], prefix, show_progress=True)
     if json_wanted:
         print(as_json({"prefix": str(prefix), "documents": merged.num_documents, "tokens": len(merged.tokens)}))
         return

@@ -250,3 +250,37 @@ def test_a_trained_tokenizer_encodes_as_it_was_trained(tmp_path: Path) -> None:
     build(rows, "-o", tmp_path / "pair", "-t", tmp_path / "made", "--broken", "skip")
     output = command("inspect", tmp_path / "pair", "--document", 2)[1]
     assert output.splitlines()[-1] == "document 2: document 2: äbäb<|endoftext|>"
+
+
+@pytest.mark.parametrize("folder", [".", "..", "out/", "out/..", "/"])
+def test_a_folder_is_no_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    (tmp_path / "in/out").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "in")
+    rows = rows_file(tmp_path / "rows.jsonl.gz")
+    write(tmp_path / "a", [[1]], 257)
+    lines = {
+        "--output": [["build", rows, "-t", "bytes", "-o", folder], ["merge", tmp_path / "a", "-o", folder]],
+        "PAIR": [["inspect", folder], ["merge", folder, "-o", "c"]],
+    }
+    for option, words_of in lines.items():
+        for words in words_of:
+            code, _, message = command(*words)
+            assert code == 2 and message.startswith(f"{option}: {folder!r} is a folder; legal is a pair in it: ")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        "a.bin",
+        "a.crc32",
+        "a.idx",
+        "in",
+        "out",
+        "rows.jsonl.gz",
+    ]
+
+
+@pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
+def test_a_pair_may_be_named_by_one_of_its_files(tmp_path: Path, suffix: str) -> None:
+    rows = rows_file(tmp_path / "rows.jsonl.gz")
+    build(rows, "-t", "bytes", "-o", tmp_path / f"v1.5{suffix}")
+    assert (tmp_path / "v1.5.bin").is_file()
+    assert inspected(tmp_path / f"v1.5{suffix}")[1]["documents"] == 60
+    assert command("merge", tmp_path / f"v1.5{suffix}", "-o", tmp_path / f"b{suffix}")[0] == 0
+    assert (tmp_path / "b.bin").is_file()

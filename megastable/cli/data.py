@@ -48,13 +48,15 @@ FormatOption = Annotated[
     FormatName | None,
     typer.Option("--format", help="format of INPUT; default: by the names of its files", show_default=False),
 ]
-TextKey = Annotated[str, typer.Option(help="key of a JSON line, or column of a table, that holds the text")]
+TextKey = Annotated[
+    str | None, typer.Option(help="key of a JSON line, or column of a table, that holds the text; default: text")
+]
 PromptKey = Annotated[
     str | None, typer.Option(help="key of a prompt in JSON lines, which is read and not learned; with --completion-key")
 ]
 CompletionKey = Annotated[str | None, typer.Option(help="key of the completion that is learned after the prompt")]
 DatasetName = Annotated[str | None, typer.Option("--name", help="configuration of a dataset that has several")]
-Split = Annotated[str, typer.Option(help="split of a dataset")]
+Split = Annotated[str | None, typer.Option(help="split of a dataset; default: train")]
 BrokenOption = Annotated[
     Broken, typer.Option(help="what to do about a document that cannot be read: stop, or skip and list it")
 ]
@@ -81,11 +83,11 @@ def build(
     output: Output = None,
     tokenizer: TokenizerName = None,
     input_format: FormatOption = None,
-    text_key: TextKey = "text",
+    text_key: TextKey = None,
     prompt_key: PromptKey = None,
     completion_key: CompletionKey = None,
     name: DatasetName = None,
-    split: Split = "train",
+    split: Split = None,
     validation_fraction: Annotated[
         float, typer.Option(min=0, max=0.99, help="share of the documents for a second pair, OUTPUT.validation")
     ] = 0.0,
@@ -126,10 +128,12 @@ def build(
     """
     num_workers = workers or usable_cpus()
     if output is None:
-        if tokenizer is not None or input_format is not None or validation_fraction or broken is not Broken.stop:
+        of_input = (tokenizer, input_format, text_key, prompt_key, completion_key, name, split)
+        if any(given is not None for given in of_input) or validation_fraction or broken is not Broken.stop:
             raise UserError(
-                "--tokenizer, --format, --validation-fraction and --broken go with --output; without it INPUT is a run "
-                "file, which says all that itself"
+                "--tokenizer, --format, --text-key, --prompt-key, --completion-key, --name, --split, "
+                "--validation-fraction and --broken go with --output; without it INPUT is a run file, which says all "
+                "that itself"
             )
         _build_cache(Path(source), overrides or [], num_workers, json_wanted)
         return
@@ -242,9 +246,9 @@ def train(
         ),
     ],
     input_format: FormatOption = None,
-    text_key: TextKey = "text",
+    text_key: TextKey = None,
     name: DatasetName = None,
-    split: Split = "train",
+    split: Split = None,
     broken: BrokenOption = Broken.stop,
 ) -> None:
     """Train a byte-level BPE, which encodes any text and loses nothing.

@@ -25,6 +25,7 @@ from megastable.core.errors import UserError
 from megastable.data import build as build_module
 from megastable.data import encoding, prepare_corpus, token_writer
 from megastable.data.indexed_format import open_indexed
+from megastable.data.inputs import OPTIONS
 from megastable.data.json_lines import JsonLines
 from megastable.data.prompts import Document
 from megastable.data.text_tokenizers import BytesTokenizer, train_bpe
@@ -357,6 +358,7 @@ def test_the_cache_of_a_run_file_is_made_beforehand(tmp_path: Path, monkeypatch:
         (["rows", "-o", "pair", "-t", "./nowhere"], "--tokenizer: there is no folder ./nowhere"),
         (["rows", "-o", "pair", "-t", "bytes", "--set", "a=1"], "--set: goes with a run file"),
         (["rows.json", "-t", "bytes"], "go with --output"),
+        *((["rows.json", option, "text"], "go with --output") for option in OPTIONS.values()),
         (["./none", "-o", "pair", "-t", "bytes"], "./none does not exist; legal are a file, a folder or a glob"),
         (["none.parquet", "-o", "pair", "-t", "bytes"], "none.parquet does not exist"),
     ],

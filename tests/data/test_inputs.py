@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from megastable.cli.data import FormatName
 from megastable.core.errors import UserError
-from megastable.data.inputs import FORMATS, Input, format_of, open_input
+from megastable.data.inputs import FORMATS, OPTIONS, Input, format_of, open_input
 
 TEXTS = ["one", "two\nlines", "drei ü"]
 
@@ -117,3 +117,19 @@ def test_a_row_without_a_value_is_a_document_without_text(
     WRITERS[name](tmp_path / "input")
     documents = open_input(Input(str(tmp_path / "input")), None).documents
     assert [documents[index] for index in range(len(documents))] == ["one", "", "three"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("key", OPTIONS)
+def test_what_a_format_does_not_read_is_refused(tmp_path: Path, name: str, key: str) -> None:
+    WRITERS[name](tmp_path)
+    if key in FORMATS[name].keys:
+        return
+    with pytest.raises(UserError, match=f"{OPTIONS[key]}: is for .*, and {tmp_path} is read as {name}"):
+        open_input(Input(str(tmp_path), **{key: "text"}), None)
+
+
+def test_a_text_beside_a_prompt_is_refused(tmp_path: Path) -> None:
+    write_jsonl(tmp_path)
+    with pytest.raises(UserError, match="--text-key: does not go with --prompt-key"):
+        open_input(Input(str(tmp_path), text_key="text", prompt_key="a", completion_key="b"), None)

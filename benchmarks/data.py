@@ -3,12 +3,13 @@
   python benchmarks/data.py
   python benchmarks/data.py --run-dir runs/quickstart --megabytes 50 --workers 8 --json data.json
 
-In every round, on the same file of JSON lines and each of them first in every second round: `megastable data build`, and
-`datasets.map` with the same fast tokenizer, as many processes and a cache that is empty. Both begin with the file and end
-with tokens on the disk. Samples are read as a run reads them, micro-batch by micro-batch and compared with their checksums,
-from the tokens that were built; --run-dir names a run (of the quickstart, say) to whose samples a second they are compared.
-An index of many documents is written and opened. Memory is the largest of a process that builds and of those that encode
-for it (pages that they share count in each), for the documents and for four times as many.
+In every round, on the same file of JSON lines and each of them first in every second round: `megastable data build`,
+and `datasets.map` with the same fast tokenizer, as many processes and a cache that is empty. Both begin with the file
+and end with tokens on the disk. Samples are read as a run reads them, micro-batch by micro-batch and compared with
+their checksums, from the tokens that were built; --run-dir names a run (of the quickstart, say) to whose samples a
+second they are compared. An index of many documents is written and opened. Memory is the largest of a process that
+builds and of those that encode for it (pages that they share count in each), for the documents and for four times as
+many.
 """
 
 from __future__ import annotations

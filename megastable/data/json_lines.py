@@ -130,7 +130,8 @@ class JsonLines:
         """Take the text under each key out of a line; an empty line has none."""
         key = "megastable.data.source"
         try:
-            text = stored.decode()
+            # Some tools begin a file with a byte order mark, which is no JSON.
+            text = stored.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise UserError(f"{key}.path: {place} is not UTF-8 (byte {error.start:,} of the line)") from error
         if not text.strip():

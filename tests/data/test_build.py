@@ -259,7 +259,7 @@ def test_a_build_is_not_gone_on_from_with_another_column(
         next((tmp_path / "a").glob("*.arrow")).rename(tmp_path / name)
     words = [tmp_path / name, "-o", tmp_path / "pair", "-t", "bytes", "--workers", 1]
     end_at(monkeypatch, [*words, "--text-key", "text"], 40)
-    assert build_module.finished_documents(tmp_path / "pair.building") > 0
+    assert token_writer.finished_documents(tmp_path / "pair.building") > 0
     build(*words, "--text-key", "b")
     assert texts_of(tmp_path / "pair") == [text.upper() for text in TEXTS]
 
@@ -311,7 +311,7 @@ def test_a_file_in_the_way_does_not_cost_an_unfinished_build(tmp_path: Path, mon
     end_at(monkeypatch, words, 40)
     (tmp_path / "pair.bin").write_text("mine")
     assert command("build", *words)[0] == 2
-    assert build_module.finished_documents(tmp_path / "pair.building") > 0
+    assert token_writer.finished_documents(tmp_path / "pair.building") > 0
 
 
 def test_a_process_that_is_lost_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ def test_what_a_format_does_not_read_is_refused(tmp_path: Path, name: str, key: 
     if key in FORMATS[name].keys:
         return
     with pytest.raises(UserError, match=f"{OPTIONS[key]}: is for .*, and {tmp_path} is read as {name}"):
-        open_input(Input(str(tmp_path), **{key: "text"}), None)
+        open_input(Input(str(tmp_path))._replace(**{key: "text"}), None)
 
 
 def test_a_text_beside_a_prompt_is_refused(tmp_path: Path) -> None:

@@ -258,7 +258,7 @@ def test_a_folder_is_no_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fo
     monkeypatch.chdir(tmp_path / "in")
     rows = rows_file(tmp_path / "rows.jsonl.gz")
     write(tmp_path / "a", [[1]], 257)
-    lines = {
+    lines: dict[str, list[list[Any]]] = {
         "--output": [["build", rows, "-t", "bytes", "-o", folder], ["merge", tmp_path / "a", "-o", folder]],
         "PAIR": [["inspect", folder], ["merge", folder, "-o", "c"]],
     }

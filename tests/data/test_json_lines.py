@@ -177,3 +177,9 @@ def test_a_document_is_found_without_a_look_at_all_files(tmp_path: Path) -> None
     for index in (-1, len(source)):
         with pytest.raises(IndexError):
             source.place(index)
+
+
+def test_a_byte_order_mark_does_not_cost_the_first_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines_of(["first", "second"]))
+    source = opened(tmp_path / "a.jsonl")
+    assert [source[index] for index in range(len(source))] == ["first", "second"]

@@ -16,7 +16,7 @@ from megastable.config import load_run_file
 from megastable.config.limits import LARGEST_VOCABULARY
 from megastable.core.errors import UserError, shown
 from megastable.core.host import usable_cpus
-from megastable.core.user_paths import expanded
+from megastable.core.user_paths import expanded, pair_prefix
 
 # Nothing here loads numpy before it is needed: every command of megastable imports this file.
 
@@ -48,18 +48,20 @@ FormatOption = Annotated[
     FormatName | None,
     typer.Option("--format", help="format of INPUT; default: by the names of its files", show_default=False),
 ]
-TextKey = Annotated[str, typer.Option(help="key of a JSON line, or column of a table, that holds the text")]
+TextKey = Annotated[
+    str | None, typer.Option(help="key of a JSON line, or column of a table, that holds the text; default: text")
+]
 PromptKey = Annotated[
     str | None, typer.Option(help="key of a prompt in JSON lines, which is read and not learned; with --completion-key")
 ]
 CompletionKey = Annotated[str | None, typer.Option(help="key of the completion that is learned after the prompt")]
 DatasetName = Annotated[str | None, typer.Option("--name", help="configuration of a dataset that has several")]
-Split = Annotated[str, typer.Option(help="split of a dataset")]
+Split = Annotated[str | None, typer.Option(help="split of a dataset; default: train")]
 BrokenOption = Annotated[
     Broken, typer.Option(help="what to do about a document that cannot be read: stop, or skip and list it")
 ]
 Output = Annotated[
-    Path | None,
+    str | None,
     typer.Option("--output", "-o", help="the pair to write: OUTPUT.bin and OUTPUT.idx; leave it out for a run file"),
 ]
 TokenizerName = Annotated[
@@ -81,11 +83,11 @@ def build(
     output: Output = None,
     tokenizer: TokenizerName = None,
     input_format: FormatOption = None,
-    text_key: TextKey = "text",
+    text_key: TextKey = None,
     prompt_key: PromptKey = None,
     completion_key: CompletionKey = None,
     name: DatasetName = None,
-    split: Split = "train",
+    split: Split = None,
     validation_fraction: Annotated[
         float, typer.Option(min=0, max=0.99, help="share of the documents for a second pair, OUTPUT.validation")
     ] = 0.0,
@@ -115,21 +117,23 @@ def build(
 
     The files are the same for any number of --workers. A build that was ended
     goes on where it was when it is started again. Every document ends with the
-    tokenizer's end-of-document id; those without text are left out and
-    counted. Nothing is overwritten.
+    tokenizer's end-of-document id; those without text are left out, counted
+    and listed in OUTPUT.empty.jsonl. Nothing is overwritten.
 
     --broken skip leaves out documents that cannot be read, such as a line that
-    is not JSON, counts them, and lists each with its file and line in
+    is not JSON or the rest of a .gz file that was cut, counts them, and lists each with its file and line in
     OUTPUT.broken.jsonl.
 
     Exit code 0 when all is written, 2 where something is refused.
     """
     num_workers = workers or usable_cpus()
     if output is None:
-        if tokenizer is not None or input_format is not None or validation_fraction or broken is not Broken.stop:
+        of_input = (tokenizer, input_format, text_key, prompt_key, completion_key, name, split)
+        if any(given is not None for given in of_input) or validation_fraction or broken is not Broken.stop:
             raise UserError(
-                "--tokenizer, --format, --validation-fraction and --broken go with --output; without it INPUT is a run "
-                "file, which says all that itself"
+                "--tokenizer, --format, --text-key, --prompt-key, --completion-key, --name, --split, "
+                "--validation-fraction and --broken go with --output; without it INPUT is a run file, which says all "
+                "that itself"
             )
         _build_cache(Path(source), overrides or [], num_workers, json_wanted)
         return
@@ -141,19 +145,21 @@ def build(
     from megastable.data.inputs import Input, open_input
     from megastable.data.text_tokenizers import named_tokenizer
 
+    prefix = pair_prefix(output, "--output")
     made = named_tokenizer(tokenizer, "--tokenizer")
     with _naming_options():
-        given = Input(source, text_key, name, split, prompt_key, completion_key)
-        documents = open_input(given, input_format and input_format.value).documents
+        given = Input(source, text_key, name, split, prompt_key, completion_key, broken is Broken.skip)
+        opened = open_input(given, input_format and input_format.value)
         built = build_pair(
-            documents,
+            opened.documents,
             made,
-            expanded(output),
+            prefix,
             has_prompts=prompt_key is not None,
             validation_fraction=validation_fraction,
             skip_broken=broken is Broken.skip,
             num_workers=num_workers,
             show_progress=True,
+            options=opened.options,
         )
     print_built(built, json_wanted)
 
@@ -167,7 +173,7 @@ def _build_cache(path: Path, overrides: list[str], num_workers: int, json_wanted
     print_corpus(corpus, json_wanted)
 
 
-Pair = Annotated[Path, typer.Argument(metavar="PAIR", help="a pair without .bin and .idx, e.g. tokens/web")]
+Pair = Annotated[str, typer.Argument(metavar="PAIR", help="a pair without .bin and .idx, e.g. tokens/web")]
 
 
 @data_app.command()
@@ -185,19 +191,20 @@ def inspect(
     Sizes, offsets and documents are checked as a run does when it opens the
     pair, and all ids are read. Equal documents are counted by a hash of their
     ids. Where a record lies beside the pair, as `data build` writes it, the
-    ids are held against its vocabulary and its end-of-document id.
+    ids are held against its vocabulary and its end-of-document id; where
+    checksums do, the tokens are compared with them.
 
     --document N shows the first tokens of document N (counting from 0),
     control characters as escapes.
 
     Works on the cache of a run too: CACHE/tokens/.../train.
 
-    Exit code 1 where a run would refuse the ids, 0 without, 2 where the pair
+    Exit code 1 where a run would refuse the ids or tokens, 0 without, 2 where the pair
     cannot be read.
     """
     from megastable.data.inspection import decoded_document, inspect_pair
 
-    prefix = expanded(pair)
+    prefix = pair_prefix(pair, "PAIR")
     found = inspect_pair(prefix, show_progress=True)
     text = None if document is None else decoded_document(prefix, document, tokenizer)
     print_inspection(found, document, text, json_wanted)
@@ -207,8 +214,8 @@ def inspect(
 
 @data_app.command()
 def merge(
-    pairs: Annotated[list[Path], typer.Argument(metavar="PAIR...", help="pairs without .bin and .idx, in order")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="the pair to write")],
+    pairs: Annotated[list[str], typer.Argument(metavar="PAIR...", help="pairs without .bin and .idx, in order")],
+    output: Annotated[str, typer.Option("--output", "-o", help="the pair to write")],
     json_wanted: Annotated[bool, typer.Option("--json", help="print one object instead of a line")] = False,
 ) -> None:
     """Join pairs to one, with the documents of the first one first.
@@ -220,8 +227,8 @@ def merge(
     """
     from megastable.data.merging import merge_pairs
 
-    prefix = expanded(output)
-    merged = merge_pairs([expanded(pair) for pair in pairs], prefix, show_progress=True)
+    prefix = pair_prefix(output, "--output")
+    merged = merge_pairs([pair_prefix(pair, "PAIR") for pair in pairs], prefix, show_progress=True)
     if json_wanted:
         print(as_json({"prefix": str(prefix), "documents": merged.num_documents, "tokens": len(merged.tokens)}))
         return
@@ -239,9 +246,9 @@ def train(
         ),
     ],
     input_format: FormatOption = None,
-    text_key: TextKey = "text",
+    text_key: TextKey = None,
     name: DatasetName = None,
-    split: Split = "train",
+    split: Split = None,
     broken: BrokenOption = Broken.stop,
 ) -> None:
     """Train a byte-level BPE, which encodes any text and loses nothing.
@@ -258,7 +265,7 @@ def train(
     """
     import numpy as np
 
-    from megastable.data.corpus import texts_to_learn_from
+    from megastable.data.corpus import note_remarks, texts_to_learn_from
     from megastable.data.inputs import Input, ReadableDocuments, open_input
     from megastable.data.text_tokenizers import train_bpe
 
@@ -266,7 +273,10 @@ def train(
     if folder.exists():
         raise UserError(f"--output: {folder} exists, and nothing is overwritten; remove it, or name another folder")
     with _naming_options():
-        given = open_input(Input(source, text_key, name, split), input_format and input_format.value)
+        given = open_input(
+            Input(source, text_key, name, split, skip_broken=broken is Broken.skip), input_format and input_format.value
+        )
+        note_remarks(given.documents, show=True)
         documents = ReadableDocuments(given.documents) if broken is Broken.skip else given.documents
         texts = texts_to_learn_from(documents, np.arange(len(documents)), in_order=given.reads_in_order)
         made = train_bpe(vocab_size, texts)

@@ -40,7 +40,7 @@ def print_built(built: Built, json_wanted: bool) -> None:
         pairs += f" ({whole(meta.num_train_tokens)} tokens) and {built.validation_prefix}"
     print(shown(f"wrote {pairs}: {whole(tokens)} tokens of {whole(meta.num_documents)} documents"))
     if built.num_empty_documents:
-        print(f"left out {_documents(built.num_empty_documents)} without text")
+        print(shown(f"left out {_documents(built.num_empty_documents)} without text: see {built.prefix}.empty.jsonl"))
     print_broken(built.broken)
     if built.broken:
         print(shown(f"all are listed in {built.prefix}.broken.jsonl"))

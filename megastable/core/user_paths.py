@@ -17,3 +17,19 @@ def expanded(path: Path | str) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise UserError(f"{path}: {error}; write the folder's whole path") from error
+
+
+def pair_prefix(path: str, option: str) -> Path:
+    """Return the path of a pair of Megatron's indexed format without ``.bin`` and ``.idx``, which may be given with it.
+
+    Args:
+        option: what a message calls the place where the path was given.
+
+    Raises:
+        UserError: the path ends with a folder.
+    """
+    prefix = expanded(path)
+    if path.endswith("/") or prefix.name in ("", ".."):
+        example = prefix / "NAME"
+        raise UserError(f"{option}: {path!r} is a folder; legal is a pair in it: {example}, of {example}.bin and .idx")
+    return prefix.with_suffix("") if prefix.suffix in (".bin", ".idx") else prefix

@@ -9,17 +9,20 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 from filelock import FileLock, Timeout
 
 from megastable.core.errors import UserError
 from megastable.data.beside import meta_path, tokenizer_path
-from megastable.data.corpus import SplitDocuments
+from megastable.data.corpus import SplitDocuments, note_remarks
 from megastable.data.indexed_format import index_path, tokens_path
 from megastable.data.indexed_writer import checksums_path
 from megastable.data.progress import note
-from megastable.data.prompts import Document
+from megastable.data.prompts import Document, is_empty
 from megastable.data.sample_order import validation_documents
 from megastable.data.sources import DocumentSource
 from megastable.data.token_store import (
@@ -30,10 +33,20 @@ from megastable.data.token_store import (
     TokenStoreMeta,
     read_meta,
 )
-from megastable.data.token_writer import finished_documents, write_token_store
+from megastable.data.token_writer import finished_documents, save_beside, write_token_store
 from megastable.data.tokenizer_interface import TextTokenizer
 
-IDENTITY_FILE, BROKEN_FILE, FINISHED_FILE = "identity", "broken.jsonl", "finished"
+IDENTITY_FILE, FINISHED_FILE = "identity", "finished"
+BROKEN_FILE, EMPTY_FILE = "broken.jsonl", "empty.jsonl"
+
+
+@runtime_checkable
+class Placed(Protocol):
+    """Documents that know where they stand."""
+
+    def place(self, index: int) -> str:
+        """Return the file of a document, and its line or row there."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -58,6 +71,11 @@ def broken_path(prefix: Path) -> Path:
     return prefix.with_name(f"{prefix.name}.broken.jsonl")
 
 
+def empty_path(prefix: Path) -> Path:
+    """Return the list of documents that have no text."""
+    return prefix.with_name(f"{prefix.name}.empty.jsonl")
+
+
 def validation_prefix(prefix: Path) -> Path:
     """Return the pair of the documents that are kept for validation."""
     return prefix.with_name(f"{prefix.name}.validation")
@@ -73,6 +91,7 @@ def build_pair(
     skip_broken: bool,
     num_workers: int,
     show_progress: bool,
+    options: Sequence[str] = (),
 ) -> Built:
     """Tokenise all documents into ``prefix.bin`` and ``prefix.idx``.
 
@@ -83,19 +102,30 @@ def build_pair(
         has_prompts: whether the documents are prompts with completions.
         skip_broken: leave out documents that cannot be read, and list them; otherwise the first one is an error.
         num_workers: processes that encode; 0 encodes here.
+        options: how the source was opened, such as the column of the text: what decides the documents and is not in
+            the fingerprint of the source.
 
     Raises:
         UserError: files of this name exist or are being built, or a document cannot be read.
     """
     folder = prefix.with_name(f"{prefix.name}.building")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        # Before anything is written, so that a call that is refused leaves nothing behind.
+        _refuse_existing(prefix, folder, validation_fraction)
+        identity = _identity(
+            source.fingerprint(), _hash_of(tokenizer), str(validation_fraction), str(skip_broken), *options
+        )
+        note_remarks(source, show=show_progress)
+        prefix.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock", timeout=0):
-            if not (folder / FINISHED_FILE).exists():
-                _refuse_existing(prefix, folder)
-                _begin(folder, source, validation_fraction, skip_broken, show_progress)
+            # Asked again: the process that held the lock before may have built it.
+            _refuse_existing(prefix, folder, validation_fraction)
+            if (folder / FINISHED_FILE).exists():
+                _refuse_other(prefix, folder, identity)
+            else:
+                _begin(folder, identity, show_progress)
                 is_validation = validation_documents(len(source), validation_fraction)
-                documents = _ReadableDocuments(SplitDocuments(source, is_validation), folder, skip_broken)
+                documents = _ReadableDocuments(source, is_validation, folder, skip_broken)
                 write_token_store(
                     folder,
                     documents,
@@ -114,58 +144,92 @@ def build_pair(
     return built
 
 
-def _refuse_existing(prefix: Path, folder: Path) -> None:
-    for path in (index_path(prefix), tokens_path(prefix), meta_path(prefix), tokenizer_path(prefix)):
+def _refuse_existing(prefix: Path, folder: Path, validation_fraction: float) -> None:
+    """Refuse files of the names that are to be written, unless a finished build was ended while it moved them there."""
+    if (folder / FINISHED_FILE).exists():
+        return
+    pair = (index_path, tokens_path, checksums_path)
+    targets = [path_of(prefix) for path_of in (*pair, meta_path, tokenizer_path, broken_path, empty_path)]
+    if validation_fraction:
+        targets += [path_of(validation_prefix(prefix)) for path_of in pair]
+    for path in targets:
         if path.exists():
-            # Nothing of this build is there yet, or its folder would say that it was finished.
-            shutil.rmtree(folder)
             raise UserError(f"{path} exists, and nothing is overwritten; remove it, or name another output")
 
 
-def _begin(
-    folder: Path, source: DocumentSource, validation_fraction: float, skip_broken: bool, show_progress: bool
-) -> None:
-    """Empty the folder unless it has a part of the same build."""
-    parts = [source.fingerprint(), str(validation_fraction), str(skip_broken)]
-    identity = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+def _hash_of(tokenizer: TextTokenizer) -> str:
+    with TemporaryDirectory() as folder:
+        return save_beside(Path(folder), tokenizer)
+
+
+def _identity(*parts: str) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _refuse_other(prefix: Path, folder: Path, identity: str) -> None:
+    """Refuse to give the name of this build to a finished one whose files are not in their places yet."""
+    path = folder / IDENTITY_FILE
+    if not path.exists() or path.read_text() != identity:
+        raise UserError(
+            f"{folder} holds a finished build of other documents or options, not yet moved to {prefix}; "
+            "run its own line again to move them, or remove that folder"
+        )
+
+
+def _begin(folder: Path, identity: str, show_progress: bool) -> None:
+    """Make the folder, empty unless it has a part of the same build."""
     path = folder / IDENTITY_FILE
     if path.exists() and path.read_text() == identity:
         return
     if finished_documents(folder):
         note("Building anew: the documents or options have changed since the build that was ended", show=show_progress)
-    shutil.rmtree(folder)
+    if folder.exists():
+        shutil.rmtree(folder)
     folder.mkdir()
     path.write_text(identity)
 
 
 class _ReadableDocuments(Sequence[tuple[Document, bool]]):
-    """Documents of which those that cannot be read are listed, and have no text."""
+    """Documents of which those without text are listed, as are those that cannot be read, which have none then."""
 
-    def __init__(self, documents: SplitDocuments, folder: Path, skip_broken: bool) -> None:
-        """Go on with the list of an earlier build, as far as its documents are on disk."""
-        self._documents = documents
+    def __init__(
+        self, source: DocumentSource, is_validation: npt.NDArray[np.bool_], folder: Path, skip_broken: bool
+    ) -> None:
+        """Go on with the lists of an earlier build, as far as its documents are on disk."""
+        self._source = source
+        self._documents = SplitDocuments(source, is_validation)
         self._skip_broken = skip_broken
-        self._path = folder / BROKEN_FILE
+        self._broken_path = folder / BROKEN_FILE
+        self._empty_path = folder / EMPTY_FILE
         finished = finished_documents(folder)
-        kept = [line for line in _broken(self._path) if line["document"] < finished]
-        self._path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        for path in (self._broken_path, self._empty_path):
+            kept = [line for line in _listed(path) if line["document"] < finished]
+            path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
 
     def __len__(self) -> int:
         return len(self._documents)
 
     def __getitem__(self, index: Any) -> Any:
         try:
-            return self._documents[index]
+            document, is_validation = self._documents[index]
         except UserError as error:
             if not self._skip_broken:
                 raise
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"document": index, "fault": str(error)}) + "\n")
+            _list(self._broken_path, {"document": index, "fault": str(error)})
             return "", False
+        if is_empty(document):
+            place = {"place": self._source.place(index)} if isinstance(self._source, Placed) else {}
+            _list(self._empty_path, {"document": index, **place})
+        return document, is_validation
 
 
-def _broken(path: Path) -> list[dict[str, Any]]:
-    """Read the list of broken documents; a last line that a kill has cut is of a document that is read again."""
+def _list(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _listed(path: Path) -> list[dict[str, Any]]:
+    """Read a list of documents; a last line that a kill has cut is of a document that is read again."""
     lines = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in lines[: lines.rfind("\n") + 1].splitlines()]
 
@@ -174,10 +238,11 @@ def _publish(folder: Path, prefix: Path) -> Built:
     """Move what was built to its place, the indices last: a pair that has one is whole."""
     record = folder / META_FILE
     meta = read_meta(record if record.exists() else meta_path(prefix))
-    broken = _broken(folder / BROKEN_FILE) or _broken(broken_path(prefix))
+    broken = _listed(folder / BROKEN_FILE) or _listed(broken_path(prefix))
     moves = {folder / META_FILE: meta_path(prefix), folder / TOKENIZER_FOLDER: tokenizer_path(prefix)}
-    if broken:
-        moves[folder / BROKEN_FILE] = broken_path(prefix)
+    for listed, path_of in ((BROKEN_FILE, broken_path), (EMPTY_FILE, empty_path)):
+        if _listed(folder / listed):
+            moves[folder / listed] = path_of(prefix)
     pairs = {folder / TRAIN: prefix}
     held_out = None
     if meta.num_validation_tokens:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,9 +26,9 @@ def build_once(
 
     ``build`` gets a folder beside the target, which is renamed when all is written. So the target is whole or absent,
     whatever happens to the builder. The folder is empty, or has what a build of the same target left when it was
-    interrupted, so that ``build`` can go on from there. The lock is the operating system's and ends with the process
-    that holds it; then the next one in line builds. An error of ``build`` is raised here, and by every process that
-    waited.
+    interrupted or had an error, so that ``build`` can go on from there. The lock is the operating system's and ends
+    with the process that holds it; then the next one in line builds. An error of ``build`` is raised here, and by
+    every process that waited.
 
     Args:
         describe: says in a phrase how far an unfinished folder has come; empty where it cannot tell.
@@ -83,14 +82,10 @@ def _build_beside(target: Path, build: Callable[[Path], None]) -> None:
     """Build into a folder beside ``target`` and rename it; the caller holds the lock."""
     unfinished = _unfinished(target)
     try:
-        # What is there was left by a builder that was killed. It no longer runs, since its lock is free.
+        # What is there was left by a builder that was killed or had an error. It no longer runs: its lock is free.
         unfinished.mkdir(exist_ok=True)
         build(unfinished)
         os.rename(unfinished, target)
-    except UserError:
-        # The documents cannot be read as they are. Mended, they are another target.
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
     except OSError as error:
         # Such as a full disk, after which the next start goes on.
         raise _cannot_be_written(target, error) from error

@@ -67,8 +67,7 @@ def prepare_corpus(
 def _prepare_one(data: DataConfig, model: ModelConfig, show_progress: bool, num_workers: int) -> Corpus:
     """Prepare the corpus of a source that is no blend."""
     source = open_source(data.source)
-    for remark in source.remarks():
-        note(f"{source.name}: {remark}", show=show_progress)
+    note_remarks(source, show=show_progress)
     cache_dir = expanded(data.cache_dir or DEFAULT_CACHE_DIR)
     folder = cache_dir / "tokens" / _cache_key(data, model, source)
 
@@ -85,6 +84,8 @@ def _prepare_one(data: DataConfig, model: ModelConfig, show_progress: bool, num_
             meta = read_meta(folder / META_FILE)
         except (OSError, ValueError, TypeError) as error:
             raise damaged_store(folder, error) from error
+        if data.resets_at_documents:
+            source.check_ends(meta.eod_id)
         train, validation = source.split(data.validation_fraction)
     else:
         meta, train, validation = open_token_store(folder)
@@ -118,6 +119,12 @@ def _prepare_one(data: DataConfig, model: ModelConfig, show_progress: bool, num_
         fingerprint=meta.fingerprint,
         tokenizer_path=folder / TOKENIZER_FOLDER,
     )
+
+
+def note_remarks(source: Source, *, show: bool) -> None:
+    """Say what a source has left out."""
+    for remark in source.remarks():
+        note(f"{source.name}: {remark}", show=show)
 
 
 def _cache_key(data: DataConfig, model: ModelConfig, source: Source) -> str:

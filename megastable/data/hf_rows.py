@@ -24,8 +24,11 @@ def open_hf(spec: HfSourceConfig) -> HfRows | HfStream:
     return HfRows(_load(spec), spec.path, spec.text_column)
 
 
-def open_tables(files: Sequence[Path], file_format: str, name: str, column: str) -> HfRows:
+def open_tables(files: Sequence[Path], file_format: str, name: str, column: str, remarks: Sequence[str] = ()) -> HfRows:
     """Open files of a format that the library reads, such as parquet, as one dataset.
+
+    Args:
+        remarks: lines that tell the user which files were left out before.
 
     Raises:
         UserError: they cannot be read, have no row or no such column.
@@ -33,25 +36,28 @@ def open_tables(files: Sequence[Path], file_format: str, name: str, column: str)
     from datasets import load_dataset
 
     try:
-        rows = load_dataset(file_format, data_files=[str(file) for file in files], split="train")
+        # As the text that stands there: by itself the reader of csv makes numbers of digits, and nothing of "NA".
+        options = {"keep_default_na": False, "converters": {column: str}} if file_format == "csv" else {}
+        rows = load_dataset(file_format, data_files=[str(file) for file in files], split="train", **options)
     except Exception as error:
         why = first_line(error.__cause__ or error)
         raise UserError(f"megastable.data.source.path: datasets cannot read {name} as {file_format}: {why}") from error
     if len(rows) == 0:
         raise UserError(f"megastable.data.source.path: {name} has no rows")
-    return HfRows(rows, name, column)
+    return HfRows(rows, name, column, remarks)
 
 
 class HfRows:
     """One document a row of a Hugging Face dataset."""
 
-    def __init__(self, rows: Any, name: str, column: str) -> None:
+    def __init__(self, rows: Any, name: str, column: str, remarks: Sequence[str] = ()) -> None:
         """Take the rows of an open dataset.
 
         Raises:
             UserError: it has no such column.
         """
         self.name = name
+        self._remarks = tuple(remarks)
         self._column = column
         _check_column(name, column, rows.column_names)
         # Taken before the other columns are dropped: the fingerprint counts what was done to the rows, and that of the
@@ -75,8 +81,12 @@ class HfRows:
         """Return None: a dataset's recorded size counts all its splits and columns, as Arrow stores them."""
 
     def remarks(self) -> Sequence[str]:
-        """Return nothing: every row is a document."""
-        return ()
+        """Say which files were left out: every row of the others is a document."""
+        return self._remarks
+
+    def place(self, index: int) -> str:
+        """Return where a document stands, for a report."""
+        return f"row {index:,} of {self.name}"
 
     def fingerprint(self) -> str:
         """Return the library's own hash of the data files and of what was done to them."""
@@ -152,6 +162,9 @@ def _check_column(name: str, column: str, columns: Sequence[str]) -> None:
 
 
 def _as_text(value: Any, index: int, name: str, column: str) -> str:
+    # A row without a value is a document without text.
+    if value is None:
+        return ""
     if not isinstance(value, str):
         raise UserError(
             f"megastable.data.source.text_column: row {index:,} of {name} holds {type(value).__name__}, "

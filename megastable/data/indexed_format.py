@@ -219,7 +219,9 @@ def _check_documents(opened: IndexedTokens) -> None:
         found = f"{bounds[0]:,} to {bounds[-1]:,}" if len(bounds) else "none"
         _refuse(path, f"has documents over the sequences {found} instead of 0 to {num_sequences:,}")
     for start in range(0, len(bounds) - 1, _CHECKED_AT_ONCE):
-        falling = np.diff(bounds[start : start + _CHECKED_AT_ONCE + 1]) < 0
+        some = bounds[start : start + _CHECKED_AT_ONCE + 1]
+        # Compared, since a difference of damaged bounds may wrap around.
+        falling = some[1:] < some[:-1]
         if falling.any():
             document = start + int(np.argmax(falling))
             _refuse(path, f"says that document {document:,} ends before it begins")

@@ -13,14 +13,15 @@ import numpy.typing as npt
 from megastable.config import IndexedSourceConfig
 from megastable.core.errors import UserError
 from megastable.core.user_paths import expanded
-from megastable.data.beside import record_beside
-from megastable.data.block_checksums import BlockChecksums
+from megastable.data.beside import checksums_beside, record_beside, same_vocabulary, tokenizer_beside
 from megastable.data.indexed_format import IndexedTokens, check_ids, index_path, open_indexed, tokens_path
-from megastable.data.indexed_writer import checksums_path, hashed_dtype, prompts_fingerprint
+from megastable.data.indexed_writer import hashed_dtype, prompts_fingerprint
 from megastable.data.progress import note, track
 from megastable.data.prompts import PromptSpans
 from megastable.data.sample_order import num_validation_documents
 from megastable.data.token_store import (
+    META_FILE,
+    TOKENIZER_FOLDER,
     MappedTokens,
     TokenStoreMeta,
     store_fingerprint,
@@ -32,6 +33,7 @@ from megastable.data.tokenizer_interface import TextTokenizer
 
 RESTORE = "copy the pair anew or build it again, and delete a .crc32 file that another pair has left beside it"
 _TOKENS_AT_ONCE = 1 << 22
+_ENDS_AT_ONCE = 1 << 12
 
 
 class IndexedSource:
@@ -65,12 +67,18 @@ class IndexedSource:
         return ()
 
     def fingerprint(self) -> str:
-        """Hash the size and time of change of every file."""
+        """Hash the size and time of change of every file, and what tells the tokenizer that made them."""
         digest = hashlib.sha256()
         for pair in self._pairs:
             for path in (tokens_path(pair.prefix), index_path(pair.prefix)):
                 status = path.stat()
                 digest.update(f"{status.st_size}\0{status.st_mtime_ns}\n".encode())
+            record = record_beside(pair.prefix)
+            if record is not None:
+                digest.update(f"{record.vocab_size} {record.eod_id}\n".encode())
+            folder = tokenizer_beside(pair.prefix)
+            if folder is not None and (folder / "tokenizer.json").is_file():
+                digest.update((folder / "tokenizer.json").read_bytes())
         return digest.hexdigest()
 
     def split(self, validation_fraction: float) -> tuple[MappedTokens, MappedTokens]:
@@ -92,10 +100,11 @@ class IndexedSource:
         """Read all tokens once, and write what a run has to know of them, and the tokenizer, into ``folder``.
 
         Raises:
-            UserError: an id is outside the tokenizer's vocabulary.
+            UserError: an id is outside the tokenizer's vocabulary, or another tokenizer made the pair.
         """
         save_beside(folder, tokenizer)
         for pair in self._pairs:
+            _check_tokenizer(pair, tokenizer, folder / TOKENIZER_FOLDER)
             self._note_ends(pair, tokenizer.eod_id, show_progress)
         train, validation = self.split(validation_fraction)
         counts = np.zeros(tokenizer.vocab_size, np.int64)
@@ -126,7 +135,22 @@ class IndexedSource:
             fingerprint=store_fingerprint(*digests),
             has_prompts=train.prompts is not None,
         )
-        write_meta(folder, meta)
+        write_meta(folder / META_FILE, meta)
+
+    def check_ends(self, eod_id: int) -> None:
+        """Refuse a pair in which no document ends as this run ends documents, though it is to begin anew at each.
+
+        Raises:
+            UserError: naming the pair.
+        """
+        for pair in self._pairs:
+            # As a rule the first few documents end with it: then no more are read.
+            if not any(bool((last == eod_id).any()) for last in _last_tokens(pair, _ENDS_AT_ONCE)):
+                raise UserError(
+                    f'megastable.data.packing: "reset" begins anew after the end-of-document id {eod_id}, with which '
+                    f'no document of {tokens_path(pair.prefix)} ends; legal is "continuous", or the tokenizer that '
+                    "made the pair in megastable.data.tokenizer"
+                )
 
     @property
     def _pairs(self) -> tuple[IndexedTokens, ...]:
@@ -134,7 +158,7 @@ class IndexedSource:
 
     def _note_ends(self, pair: IndexedTokens, eod_id: int, show_progress: bool) -> None:
         """Say how many documents do not end as the tokenizer ends them: then another one may have made them."""
-        others = sum(int(np.count_nonzero(last != eod_id)) for last in _last_tokens(pair))
+        others = sum(int(np.count_nonzero(last != eod_id)) for last in _last_tokens(pair, _TOKENS_AT_ONCE))
         if others:
             note(
                 f"{tokens_path(pair.prefix)}: {others:,} of {pair.num_documents:,} documents do not end with the "
@@ -143,11 +167,35 @@ class IndexedSource:
             )
 
 
-def _last_tokens(pair: IndexedTokens) -> Iterator[npt.NDArray[Any]]:
-    """Yield the last tokens of documents, many at a time; of an empty document that of the one before it."""
+def _check_tokenizer(pair: IndexedTokens, tokenizer: TextTokenizer, saved: Path) -> None:
+    """Refuse a tokenizer that is not the one that made a pair, as far as what lies beside the pair tells.
+
+    Args:
+        saved: the folder that the tokenizer is saved in.
+    """
+    record = record_beside(pair.prefix)
+    beside = tokenizer_beside(pair.prefix)
+    differs = ""
+    if record is not None and (record.vocab_size, record.eod_id) != (tokenizer.vocab_size, tokenizer.eod_id):
+        differs = (
+            f"{record.vocab_size:,} tokens and the end-of-document id {record.eod_id} instead of "
+            f"{tokenizer.vocab_size:,} and {tokenizer.eod_id}"
+        )
+    elif beside is not None and same_vocabulary(beside, saved) is False:
+        differs = "other tokens or merges"
+    if differs:
+        legal = "the tokenizer that made it" if beside is None else f'{{"type": "transformers", "path": "{beside}"}}'
+        raise UserError(
+            f"megastable.data.tokenizer: {pair.prefix} was made with another tokenizer ({differs}), so that its ids "
+            f"would mean other text; legal is {legal}"
+        )
+
+
+def _last_tokens(pair: IndexedTokens, at_once: int) -> Iterator[npt.NDArray[Any]]:
+    """Yield the last tokens of documents, ``at_once`` at a time; of an empty document that of the one before it."""
     # Where a sequence ends, the next one begins.
-    for start in range(1, pair.num_documents + 1, _TOKENS_AT_ONCE):
-        next_sequences = pair.document_indices[start : start + _TOKENS_AT_ONCE]
+    for start in range(1, pair.num_documents + 1, at_once):
+        next_sequences = pair.document_indices[start : min(start + at_once, pair.num_documents + 1)]
         inside = next_sequences[next_sequences < len(pair.sequence_pointers)]
         ends = pair.sequence_pointers[inside] // pair.tokens.itemsize
         ends = np.concatenate([ends, np.full(len(next_sequences) - len(inside), len(pair.tokens))])
@@ -166,13 +214,7 @@ def _open(named: str, key: str) -> IndexedTokens:
 
 def _tokens_of(pair: IndexedTokens, part: slice = slice(None)) -> MappedTokens:
     """Take a part of a pair's tokens, with the checksums of the file where it has some."""
-    checksums = None
-    path = checksums_path(pair.prefix)
-    if path.is_file():
-        try:
-            checksums = BlockChecksums(pair.tokens, path)
-        except ValueError as error:
-            raise UserError(f"the checksums beside {tokens_path(pair.prefix)} are not its own: {error}") from error
+    checksums = checksums_beside(pair)
     record = record_beside(pair.prefix)
     prompts = PromptSpans(pair) if record is not None and record.has_prompts else None
     return MappedTokens(tokens_path(pair.prefix), pair.tokens[part], checksums, part.start or 0, RESTORE, prompts)

@@ -19,25 +19,32 @@ from megastable.data.prompts import Document
 from megastable.data.sources import DocumentSource
 from megastable.data.text_files import find_files, open_text, with_text
 
+TEXT_KEY, SPLIT = "text", "train"
+
 
 class Input(NamedTuple):
     """What a command line says of its documents."""
 
     path: str
-    text_key: str = "text"
-    """Key of a JSON line, or column of a table, that holds the text."""
+    text_key: str | None = None
+    """Key of a JSON line, or column of a table, that holds the text; None takes "text"."""
     name: str | None = None
     """Configuration of a dataset that has several."""
-    split: str = "train"
+    split: str | None = None
+    """Split of a dataset; None takes "train"."""
     prompt_key: str | None = None
     completion_key: str | None = None
     """Keys of JSON lines with prompts and completions in place of one text."""
+    skip_broken: bool = False
+    """Whether what cannot be read is left out."""
 
 
 class Format(NamedTuple):
     """A format of documents: how it is opened, and which names its files have."""
 
     open: Callable[[Input], DocumentSource]
+    keys: frozenset[str] = frozenset()
+    """What it reads of an ``Input`` beside the path."""
     suffixes: tuple[str, ...] = ()
     reads_in_order: bool = False
 
@@ -51,16 +58,23 @@ def _open_json_lines(given: Input) -> DocumentSource:
         JsonlSourceConfig(
             type="jsonl",
             path=given.path,
-            text_key=given.text_key,
+            text_key=given.text_key or TEXT_KEY,
             prompt_key=given.prompt_key,
             completion_key=given.completion_key,
-        )
+        ),
+        skips_damage=given.skip_broken,
     )
 
 
 def _open_dataset(given: Input) -> DocumentSource:
     return open_hf(
-        HfSourceConfig(type="hf", path=given.path, name=given.name, split=given.split, text_column=given.text_key)
+        HfSourceConfig(
+            type="hf",
+            path=given.path,
+            name=given.name,
+            split=given.split or SPLIT,
+            text_column=given.text_key or TEXT_KEY,
+        )
     )
 
 
@@ -69,17 +83,28 @@ def _open_tables(given: Input, file_format: str) -> DocumentSource:
     found = find_files(
         given.path, lambda file: file.name.endswith(suffixes), f"files whose names do not end in {', '.join(suffixes)}"
     )
-    files = with_text(found.root, found.files, given.path, found.remarks)
-    return open_tables(files, file_format, given.path, given.text_key)
+    found = with_text(found, given.path)
+    return open_tables(found.files, file_format, given.path, given.text_key or TEXT_KEY, found.remarks)
 
 
+OPTIONS = {
+    "text_key": "--text-key",
+    "prompt_key": "--prompt-key",
+    "completion_key": "--completion-key",
+    "name": "--name",
+    "split": "--split",
+}
+"""What a command line calls the parts of an ``Input`` that not all formats read."""
+_COLUMN = frozenset({"text_key"})
 FORMATS: Mapping[str, Format] = {
-    "text": Format(_open_text, (".txt", ".md")),
-    "jsonl": Format(_open_json_lines, JSONL_SUFFIXES, reads_in_order=True),
-    "parquet": Format(partial(_open_tables, file_format="parquet"), (".parquet",)),
-    "arrow": Format(partial(_open_tables, file_format="arrow"), (".arrow",)),
-    "csv": Format(partial(_open_tables, file_format="csv"), (".csv",)),
-    "dataset": Format(_open_dataset),
+    "text": Format(_open_text, suffixes=(".txt", ".md")),
+    "jsonl": Format(
+        _open_json_lines, _COLUMN | {"prompt_key", "completion_key"}, suffixes=JSONL_SUFFIXES, reads_in_order=True
+    ),
+    "parquet": Format(partial(_open_tables, file_format="parquet"), _COLUMN, (".parquet",)),
+    "arrow": Format(partial(_open_tables, file_format="arrow"), _COLUMN, (".arrow",)),
+    "csv": Format(partial(_open_tables, file_format="csv"), _COLUMN, (".csv",)),
+    "dataset": Format(_open_dataset, _COLUMN | {"name", "split"}),
 }
 """Formats by the name that a command line gives them; "dataset" is what load_from_disk or load_dataset opens."""
 
@@ -120,6 +145,8 @@ class OpenInput(NamedTuple):
     documents: DocumentSource
     reads_in_order: bool
     """Whether going back takes long."""
+    options: Sequence[str]
+    """The format and all that was said of how to read it: other ones, other documents."""
 
 
 def open_input(given: Input, file_format: str | None) -> OpenInput:
@@ -132,12 +159,24 @@ def open_input(given: Input, file_format: str | None) -> OpenInput:
         UserError: there are none, or they cannot be opened.
     """
     name = file_format or format_of(given.path)
+    _refuse_unread(given, name)
     if (given.prompt_key is None) != (given.completion_key is None):
         raise UserError("--prompt-key and --completion-key go together")
-    if given.prompt_key is not None and name != "jsonl":
-        raise UserError(f"--prompt-key: is for JSON lines, and {given.path} is read as {name}")
+    if given.prompt_key is not None and given.text_key is not None:
+        raise UserError("--text-key: does not go with --prompt-key, which is read in its place")
     chosen = FORMATS[name]
-    return OpenInput(chosen.open(given), chosen.reads_in_order)
+    options = [name, *(str(option) for option in given[1:])]
+    return OpenInput(chosen.open(given), chosen.reads_in_order, options)
+
+
+def _refuse_unread(given: Input, name: str) -> None:
+    """Refuse what was said of documents of another format than theirs."""
+    for key, option in OPTIONS.items():
+        if getattr(given, key) is not None and key not in FORMATS[name].keys:
+            legal = ", ".join(other for other, each in FORMATS.items() if key in each.keys)
+            raise UserError(
+                f"{option}: is for {legal}, and {given.path} is read as {name}; leave it out, or see --format"
+            )
 
 
 class ReadableDocuments:

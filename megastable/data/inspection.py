@@ -11,8 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
+from megastable.config.limits import LARGEST_VOCABULARY
 from megastable.core.errors import UserError, first_line, shown
-from megastable.data.beside import record_beside, tokenizer_beside
+from megastable.data.beside import checksums_beside, record_beside, tokenizer_beside
+from megastable.data.block_checksums import describe_damage
 from megastable.data.indexed_format import IndexedTokens, open_indexed, tokens_path
 from megastable.data.progress import track
 from megastable.data.token_store import TokenStoreMeta
@@ -48,16 +50,21 @@ class Inspection:
     """Tokens outside the vocabulary; None where that is not known."""
     not_ended: int | None
     """Documents whose last id is not the vocabulary's end of document; None where that is not known."""
+    damage: str | None
+    """What the tokens have instead of what was written; None where checksums find nothing, or there are none."""
 
     @property
     def faults(self) -> list[str]:
         """Say what a run on these tokens would refuse."""
-        if not self.ids_outside:
-            return []
-        return [
-            f"{self.ids_outside:,} tokens have ids outside the vocabulary of {self.vocab_size:,}: "
-            f"{self.smallest_id} to {self.largest_id:,}"
-        ]
+        found = []
+        if self.ids_outside:
+            found.append(
+                f"{self.ids_outside:,} tokens have ids outside the vocabulary of {self.vocab_size:,}: "
+                f"{self.smallest_id} to {self.largest_id:,}"
+            )
+        if self.damage is not None:
+            found.append(f"the tokens are damaged: {self.damage}")
+        return found
 
 
 def inspect_pair(prefix: Path, *, show_progress: bool) -> Inspection:
@@ -96,6 +103,7 @@ def inspect_pair(prefix: Path, *, show_progress: bool) -> Inspection:
         vocab_size=None if record is None else record.vocab_size,
         ids_outside=outside,
         not_ended=not_ended,
+        damage=_damage(opened, record, show_progress),
     )
 
 
@@ -151,6 +159,20 @@ def _range_of(
         if record is not None:
             outside += int(np.count_nonzero((part < 0) | (part >= record.vocab_size)))
     return smallest, largest, None if record is None else outside
+
+
+def _damage(opened: IndexedTokens, record: TokenStoreMeta | None, show_progress: bool) -> str | None:
+    """Compare the tokens with the checksums beside them, and say what the first block that differs has."""
+    checksums = checksums_beside(opened)
+    if checksums is None:
+        return None
+    starts = range(0, len(opened.tokens), _TOKENS_AT_ONCE)
+    for start in track(starts, "Comparing them with their checksums", len(starts), show=show_progress):
+        damaged = checksums.first_damaged(start, min(start + _TOKENS_AT_ONCE, len(opened.tokens)))
+        if damaged is not None:
+            vocab_size = LARGEST_VOCABULARY if record is None else record.vocab_size
+            return describe_damage(opened.tokens[damaged], damaged.start, vocab_size)
+    return None
 
 
 def _count_duplicates(

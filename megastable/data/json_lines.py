@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import gzip
 import hashlib
 import io
@@ -9,7 +11,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import BinaryIO, NoReturn, cast
 
@@ -40,27 +42,33 @@ SUFFIXES = (".jsonl", *(f".jsonl{suffix}" for suffix in DECOMPRESSORS))
 class JsonLines:
     """One document a line, in the order of the files' names. A line without text is a document without text."""
 
-    def __init__(self, spec: JsonlSourceConfig) -> None:
+    def __init__(self, spec: JsonlSourceConfig, *, skips_damage: bool = False) -> None:
         """Find the files; none is read.
+
+        Args:
+            skips_damage: of a file that cannot be read to its end, take the lines before, and one document that cannot
+                be read in place of the rest. Otherwise to count the documents is an error.
 
         Raises:
             UserError: there is no such file.
         """
         self.name = spec.path
         found = find_files(spec.path, _is_json_lines, f"files whose names do not end in {', '.join(SUFFIXES)}")
+        found = with_text(found, spec.path)
         self._root = found.root
-        self._remarks = tuple(found.remarks)
-        self._files = with_text(found.root, found.files, spec.path, found.remarks)
+        self._remarks = found.remarks
+        self._files = found.files
         self._keys = [spec.text_key]
         if spec.prompt_key is not None and spec.completion_key is not None:
             self._keys = [spec.prompt_key, spec.completion_key]
+        self._skips_damage = skips_damage
         # Where the last document was read, so that a later one of the same file is ahead.
         self._lines: Iterator[bytes] = iter(())
         self._opened: Path | None = None
         self._lines_read = 0
 
     def __len__(self) -> int:
-        return sum(self._line_counts)
+        return self._first_lines[-1]
 
     def __getitem__(self, index: int) -> Document:
         """Read one document; a later one of the same file costs the lines between, any other the file up to it."""
@@ -69,7 +77,11 @@ class JsonLines:
             self._lines = _lines(file)
             self._opened = file
             self._lines_read = 0
-        stored = next(islice(self._lines, line - self._lines_read, None), None)
+        try:
+            stored = next(islice(self._lines, line - self._lines_read, None), None)
+        except UserError:
+            self._opened = None
+            raise
         if stored is None:
             raise UserError(f"megastable.data.source.path: {file} has become shorter while it was read")
         self._lines_read = line + 1
@@ -95,24 +107,31 @@ class JsonLines:
         return digest.hexdigest()
 
     @cached_property
-    def _line_counts(self) -> list[int]:
-        """Count the lines of every file, which reads them all: only what tokenises them asks."""
-        return [_count_lines(file) for file in self._files]
+    def _first_lines(self) -> list[int]:
+        """Count the lines before every file, and all, which reads them: only what tokenises them asks."""
+        return [0, *accumulate(self._count(file) for file in self._files)]
+
+    def _count(self, file: Path) -> int:
+        try:
+            return _count_lines(file)
+        except UserError:
+            if not self._skips_damage:
+                raise
+            return _count_to_damage(file) + 1
 
     def _place(self, index: int) -> tuple[Path, int]:
         """Return the file of a document, and the lines before it there."""
-        line = index
-        for file, count in zip(self._files, self._line_counts, strict=True):
-            if 0 <= line < count:
-                return file, line
-            line -= count
-        raise IndexError(f"document {index} of {len(self)}")
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        file = bisect.bisect_right(self._first_lines, index) - 1
+        return self._files[file], index - self._first_lines[file]
 
     def _texts(self, stored: bytes, place: str) -> list[str]:
         """Take the text under each key out of a line; an empty line has none."""
         key = "megastable.data.source"
         try:
-            text = stored.decode()
+            # Some tools begin a file with a byte order mark, which is no JSON.
+            text = stored.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise UserError(f"{key}.path: {place} is not UTF-8 (byte {error.start:,} of the line)") from error
         if not text.strip():
@@ -175,6 +194,16 @@ def _count_lines(file: Path) -> int:
                 return count + (not ends_with_line_feed)
             count += part.count(b"\n")
             ends_with_line_feed = part.endswith(b"\n")
+
+
+def _count_to_damage(file: Path) -> int:
+    """Count the lines that can be read of a file whose end cannot, as they are read later."""
+    count = 0
+    # What is wrong is said when the line is read.
+    with contextlib.suppress(UserError):
+        for _ in _lines(file):
+            count += 1
+    return count
 
 
 def _refuse(file: Path, error: BaseException, where: str = "") -> NoReturn:

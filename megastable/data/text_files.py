@@ -38,9 +38,10 @@ class TextFiles:
             UserError: no file is left, or one cannot be looked at.
         """
         self.name = name
+        found = with_text(FoundFiles(root, files, remarks), name)
         self._root = root
-        self._remarks = tuple(remarks)
-        self._files = with_text(root, files, name, remarks)
+        self._remarks = found.remarks
+        self._files = found.files
 
     def __len__(self) -> int:
         return len(self._files)
@@ -58,6 +59,10 @@ class TextFiles:
             ) from error
         except OSError as error:
             _refuse_unreadable(file, error)
+
+    def place(self, index: int) -> str:
+        """Return where a document stands, for a report."""
+        return str(self._files[index])
 
     def num_bytes(self) -> int:
         """Return the size of all files together."""
@@ -83,19 +88,23 @@ class FoundFiles:
     """Lines for the user on what was left out."""
 
 
-def with_text(root: Path, files: Sequence[Path], name: str, remarks: Sequence[str] = ()) -> list[Path]:
-    """Sort files by their names relative to ``root``, without those that are empty.
+def with_text(found: FoundFiles, name: str) -> FoundFiles:
+    """Sort files by their names relative to the root, without those that are empty, which a remark counts.
 
     Raises:
         UserError: no file is left, or one cannot be looked at.
     """
-    found = sorted((file for file in files if _status(file).st_size > 0), key=lambda file: file.relative_to(root).parts)
-    if not found:
-        left_out = "".join(f"; {remark}" for remark in remarks)
+    in_order = sorted(found.files, key=lambda file: file.relative_to(found.root).parts)
+    empty = [file for file in in_order if _status(file).st_size == 0]
+    remarks = (*found.remarks, *_remark(empty, "empty files"))
+    left_out = frozenset(empty)
+    files = [file for file in in_order if file not in left_out]
+    if not files:
         raise UserError(
-            f"megastable.data.source.path: {name} has no text: there is no file, or all are empty{left_out}"
+            f"megastable.data.source.path: {name} has no text: there is no file, or all are empty"
+            + "".join(f"; {remark}" for remark in remarks)
         )
-    return found
+    return FoundFiles(found.root, files, remarks)
 
 
 def files_fingerprint(root: Path, files: Sequence[Path]) -> str:
@@ -115,7 +124,8 @@ def open_stdlib(_: StdlibSourceConfig) -> TextFiles:
         # Assigned in place, so that the walk stays out of them: site-packages can hold 100,000 files.
         subfolders[:] = [name for name in subfolders if name not in NOT_LIBRARY_CODE]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
-    return TextFiles(root, files, name=str(root))
+    # Empty modules are a part of it that nobody misses.
+    return TextFiles(root, [file for file in files if _status(file).st_size > 0], name=str(root))
 
 
 def open_text(spec: TextSourceConfig) -> TextFiles:

@@ -86,9 +86,9 @@ def read_meta(path: Path) -> TokenStoreMeta:
     return TokenStoreMeta(**json.loads(path.read_text(encoding="utf-8")))
 
 
-def write_meta(folder: Path, meta: TokenStoreMeta) -> None:
+def write_meta(path: Path, meta: TokenStoreMeta) -> None:
     """Write what is known of a corpus."""
-    (folder / META_FILE).write_text(json.dumps(asdict(meta), indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(asdict(meta), indent=2) + "\n", encoding="utf-8")
 
 
 def damaged_store(folder: Path, error: Exception) -> UserError:

@@ -19,6 +19,7 @@ from megastable.data.indexed_writer import NOTHING_WRITTEN, IndexedWriter, Writt
 from megastable.data.progress import note, tokenising
 from megastable.data.prompts import Document, Prompted, is_empty
 from megastable.data.token_store import (
+    META_FILE,
     TOKENIZER_FOLDER,
     TRAIN,
     VALIDATION,
@@ -151,7 +152,7 @@ def write_token_store(
         )
         train.finish()
         validation.finish()
-    write_meta(folder, meta)
+    write_meta(folder / META_FILE, meta)
     (folder / PROGRESS_FILE).unlink()
     return meta
 

@@ -11,19 +11,24 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import pyarrow
 import pytest
+from datasets import Dataset
 from typer.testing import CliRunner
 
 from megastable.cli.main import app
 from megastable.config import run_from_dict
 from megastable.core.errors import UserError
+from megastable.data import build as build_module
 from megastable.data import encoding, prepare_corpus, token_writer
 from megastable.data.indexed_format import open_indexed
+from megastable.data.inputs import OPTIONS
 from megastable.data.json_lines import JsonLines
 from megastable.data.prompts import Document
-from megastable.data.text_tokenizers import BytesTokenizer
+from megastable.data.text_tokenizers import BytesTokenizer, train_bpe
 from tests.data.data_examples import prepare_single, text_data, tiny_model, write_documents
 from tests.support.launches import write_run_file
 from tests.support.ranks import REPOSITORY
@@ -100,7 +105,7 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2]
     suffixes = {name for name in found[0] if not name.startswith(".tokenizer")}
     pair = {".bin", ".idx", ".crc32"}
-    assert suffixes == {*pair, *(f".validation{suffix}" for suffix in pair), ".json", ".broken.jsonl"}
+    assert suffixes == {*pair, *(f".validation{suffix}" for suffix in pair), ".json", ".broken.jsonl", ".empty.jsonl"}
 
 
 def test_every_document_is_somewhere_or_counted(tmp_path: Path) -> None:
@@ -112,6 +117,8 @@ def test_every_document_is_somewhere_or_counted(tmp_path: Path) -> None:
     assert ["line 7 is not JSON" in document["broken"][0], "line 11 has no key" in document["broken"][1]] == [True] * 2
     listed = [json.loads(line) for line in (tmp_path / "pair.broken.jsonl").read_text().splitlines()]
     assert [line["document"] for line in listed] == [6, 10]
+    empty = [json.loads(line) for line in (tmp_path / "pair.empty.jsonl").read_text().splitlines()]
+    assert empty == [{"document": number - 1, "place": f"{rows}, line {number}"} for number in (9, 60)]
     kept = [text for number, text in enumerate(TEXTS, start=1) if number not in (7, 9, 11, 60)]
     written = texts_of(tmp_path / "pair") + texts_of(tmp_path / "pair.validation")
     assert sorted(written) == sorted(kept)
@@ -223,14 +230,88 @@ def test_other_documents_or_options_are_built_anew(tmp_path: Path, monkeypatch: 
     assert texts_of(tmp_path / "pair") == ["new"] * 60
 
 
-@pytest.mark.parametrize("suffix", [".idx", ".bin", ".json", ".tokenizer"])
+def end_at(monkeypatch: pytest.MonkeyPatch, words: list[Any], document: int) -> None:
+    """Run a build that is killed at a document."""
+    own = build_module._ReadableDocuments.__getitem__
+
+    def killed(self: Any, index: int) -> Any:
+        if index == document:
+            raise Killed
+        return own(self, index)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(build_module._ReadableDocuments, "__getitem__", killed)
+        CliRunner().invoke(
+            app, ["data", "build", *map(str, words)], catch_exceptions=False, standalone_mode=False
+        )  # fmt: skip
+
+
+@pytest.mark.usefixtures("_small_batches")
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.arrow", "saved"])
+def test_a_build_is_not_gone_on_from_with_another_column(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = Dataset.from_dict({"text": TEXTS, "b": [text.upper() for text in TEXTS]})
+    writers = {".parquet": rows.to_parquet, ".csv": rows.to_csv}
+    writers.get(Path(name).suffix, rows.save_to_disk)(tmp_path / name.removesuffix(".arrow"))
+    if name == "a.arrow":
+        next((tmp_path / "a").glob("*.arrow")).rename(tmp_path / name)
+    words = [tmp_path / name, "-o", tmp_path / "pair", "-t", "bytes", "--workers", 1]
+    end_at(monkeypatch, [*words, "--text-key", "text"], 40)
+    assert token_writer.finished_documents(tmp_path / "pair.building") > 0
+    build(*words, "--text-key", "b")
+    assert texts_of(tmp_path / "pair") == [text.upper() for text in TEXTS]
+
+
+@pytest.mark.parametrize("other", ["documents", "tokenizer", "fraction"])
+def test_a_finished_build_is_not_published_as_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    rows = rows_file(tmp_path / "rows.jsonl.gz")
+    second = rows_file(tmp_path / "second.jsonl.gz", ["other"] * 60)
+    train_bpe(260, TEXTS).save(tmp_path)
+    output = ["-o", tmp_path / "pair"]
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(build_module, "_publish", mock.Mock(side_effect=Killed))
+        CliRunner().invoke(
+            app, ["data", "build", str(rows), "-t", "bytes", *map(str, output)],
+            catch_exceptions=False, standalone_mode=False,
+        )  # fmt: skip
+    words = {
+        "documents": [second, "-t", "bytes"],
+        "tokenizer": [rows, "-t", tmp_path],
+        "fraction": [rows, "-t", "bytes", "--validation-fraction", 0.2],
+    }
+    code, _, message = command("build", *words[other], *output)
+    assert code == 2 and "pair.building holds a finished build of other documents or options" in message
+    assert not (tmp_path / "pair.idx").exists()
+    build(rows, "-t", "bytes", *output)
+    assert texts_of(tmp_path / "pair") == TEXTS
+
+
+OUTPUTS = [".idx", ".bin", ".json", ".tokenizer", ".crc32", ".broken.jsonl", ".empty.jsonl"]
+VALIDATION_OUTPUTS = [".validation.idx", ".validation.bin", ".validation.crc32"]
+
+
+@pytest.mark.parametrize("suffix", OUTPUTS + VALIDATION_OUTPUTS)
 def test_nothing_is_overwritten(tmp_path: Path, suffix: str) -> None:
     rows = rows_file(tmp_path / "rows.jsonl.gz")
     (tmp_path / f"pair{suffix}").write_text("mine")
-    code, _, message = command("build", rows, "-o", tmp_path / "pair", "-t", "bytes")
+    before = files_of(tmp_path, "")
+    code, _, message = command("build", rows, "-o", tmp_path / "pair", "-t", "bytes", "--validation-fraction", 0.2)
     assert code == 2 and f"pair{suffix} exists, and nothing is overwritten" in message
-    assert (tmp_path / f"pair{suffix}").read_text() == "mine"
-    assert not list(tmp_path.glob("*.building"))
+    assert files_of(tmp_path, "") == before, "nothing is left behind"
+
+
+@pytest.mark.usefixtures("_small_batches")
+def test_a_file_in_the_way_does_not_cost_an_unfinished_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_file(tmp_path / "rows.jsonl.gz")
+    words = [rows, "-o", tmp_path / "pair", "-t", "bytes", "--workers", 1]
+    end_at(monkeypatch, words, 40)
+    (tmp_path / "pair.bin").write_text("mine")
+    assert command("build", *words)[0] == 2
+    assert token_writer.finished_documents(tmp_path / "pair.building") > 0
 
 
 def test_a_process_that_is_lost_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +358,7 @@ def test_the_cache_of_a_run_file_is_made_beforehand(tmp_path: Path, monkeypatch:
         (["rows", "-o", "pair", "-t", "./nowhere"], "--tokenizer: there is no folder ./nowhere"),
         (["rows", "-o", "pair", "-t", "bytes", "--set", "a=1"], "--set: goes with a run file"),
         (["rows.json", "-t", "bytes"], "go with --output"),
+        *((["rows.json", option, "text"], "go with --output") for option in OPTIONS.values()),
         (["./none", "-o", "pair", "-t", "bytes"], "./none does not exist; legal are a file, a folder or a glob"),
         (["none.parquet", "-o", "pair", "-t", "bytes"], "none.parquet does not exist"),
     ],
@@ -295,3 +377,43 @@ def test_text_files_are_documents(tmp_path: Path) -> None:
     write_documents(tmp_path / "texts")
     document = build(tmp_path / "texts", "-o", tmp_path / "out/pair", "-t", "bytes")
     assert document["documents"] == 20
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "csv"])
+@pytest.mark.parametrize("verb", ["build", "train"])
+def test_files_that_are_left_out_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, verb: str
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "input"
+    folder.mkdir()
+    content = {"txt": "text", "jsonl": '{"text": "a"}', "csv": "text\na\n"}
+    (folder / f"a.{kind}").write_text(content[kind])
+    (folder / f"empty.{kind}").touch()
+    (folder / "image.png").write_bytes(b"\x89PNG\xff")
+    words = ["data", "build", str(folder), "-o", str(tmp_path / "pair"), "-t", "bytes"]
+    if verb == "train":
+        words = ["tokenizer", "train", str(folder), "-o", str(tmp_path / "made"), "--vocab-size", "260"]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert f"{folder}: left out 1 empty files, such as {folder}/empty.{kind}" in result.stderr
+    assert f"{folder}: left out 1 files " in result.stderr and "image.png" in result.stderr
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_of_a_file_that_was_cut_the_lines_before_are_kept(tmp_path: Path, suffix: str) -> None:
+    lines = [f"line {number} {os.urandom(600).hex()}" for number in range(1000)]
+    stored = "".join(json.dumps({"text": text}) + "\n" for text in lines).encode()
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    compressed = gzip.compress(stored) if suffix == "gz" else pyarrow.compress(stored, "zstd", asbytes=True)
+    (folder / f"a.jsonl.{suffix}").write_bytes(compressed[: len(compressed) // 2])
+    (folder / "b.jsonl").write_text('{"text": "last"}\n')
+    (folder / f"c.jsonl.{suffix}").write_bytes(b"nothing of the kind")
+    code, _, message = command("build", folder, "-o", tmp_path / "pair", "-t", "bytes")
+    assert code == 2 and f"a.jsonl.{suffix} cannot be read after line" in message
+    document = build(folder, "-o", tmp_path / "pair", "-t", "bytes", "--broken", "skip")
+    kept = texts_of(tmp_path / "pair")
+    assert kept == [*lines[: len(kept) - 1], "last"] and 200 < len(kept) < 520
+    assert document["broken_documents"] == 2
+    assert f"a.jsonl.{suffix} cannot be read after line" in document["broken"][0]
+    assert f"c.jsonl.{suffix} cannot be read" in document["broken"][1]

@@ -10,8 +10,9 @@ import pytest
 from filelock import FileLock
 
 from megastable.core.errors import UserError
-from megastable.data import cache_folder, prepare_corpus
+from megastable.data import cache_folder, prepare_corpus, token_writer
 from megastable.data.cache_folder import build_once
+from megastable.data.text_files import TextFiles
 from tests.data.data_examples import text_data, tiny_model, write_documents
 
 REPOSITORY = Path(__file__).parents[2]
@@ -112,7 +113,10 @@ def test_a_killed_builder_leaves_nothing_half_built_and_the_next_in_line_builds(
     assert fingerprint == fresh.fingerprint
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device"), MemoryError()])
+@pytest.mark.parametrize(
+    "error",
+    [KeyboardInterrupt(), OSError(28, "No space left on device"), MemoryError(), UserError("row 80 cannot be read")],
+)
 def test_a_build_that_was_interrupted_is_gone_on_from(tmp_path: Path, error: BaseException) -> None:
     target = tmp_path / "target"
 
@@ -128,14 +132,25 @@ def test_a_build_that_was_interrupted_is_gone_on_from(tmp_path: Path, error: Bas
     assert not (tmp_path / "target.building").exists()
 
 
-def test_a_build_of_documents_that_cannot_be_read_leaves_nothing(tmp_path: Path) -> None:
-    def fail(folder: Path) -> None:
-        (folder / "half").touch()
-        raise UserError("a document")
+def test_a_document_that_cannot_be_read_for_once_does_not_cost_those_before_it(
+    tmp_path: Path, documents: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(token_writer, "_BATCH_CHARACTERS", 100)
+    monkeypatch.setattr(token_writer, "_SYNC_SECONDS", 0)
+    whole = prepare_corpus(text_data(documents, tmp_path / "whole"), tiny_model(), show_progress=False)
+    own = TextFiles.__getitem__
 
-    with pytest.raises(UserError, match="a document"):
-        build_once(tmp_path / "target", fail, show_progress=False)
-    assert [entry.name for entry in tmp_path.iterdir() if entry.is_dir()] == []
+    def stale(self: TextFiles, index: int) -> str:
+        if index == 15:
+            raise UserError("Stale file handle")
+        return own(self, index)
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="Stale file handle"):
+        patch.setattr(TextFiles, "__getitem__", stale)
+        prepare_corpus(text_data(documents, tmp_path / "cache"), tiny_model(), show_progress=True)
+    corpus = prepare_corpus(text_data(documents, tmp_path / "cache"), tiny_model(), show_progress=True)
+    assert "Going on after" in capsys.readouterr().err
+    assert corpus.fingerprint == whole.fingerprint
 
 
 def test_what_is_there_is_not_built_again(tmp_path: Path) -> None:

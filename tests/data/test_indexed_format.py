@@ -193,6 +193,10 @@ INDEX_FAULTS = {
     "first bound": (lambda stored: changed_number(stored, "<q", 36, 1), "over the sequences 1 to 3 instead of 0 to 3"),
     "last bound": (lambda stored: changed_number(stored, "<q", 60, 2), "over the sequences 0 to 2 instead of 0 to 3"),
     "falling bounds": (lambda stored: changed_number(stored, "<q", 44, 3), "document 1 ends before it begins"),
+    "bounds whose difference wraps around": (
+        lambda stored: changed_number(changed_number(stored, "<q", 44, 2**63 - 1), "<q", 52, -2),
+        "document 1 ends before it begins",
+    ),
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,12 @@ import pytest
 
 from megastable.core.errors import DamagedDataError, UserError
 from megastable.data import Corpus, prepare_corpus
+from megastable.data.beside import meta_path, same_vocabulary, tokenizer_path
 from megastable.data.indexed_format import index_path, tokens_path, write_index
 from megastable.data.indexed_writer import IndexedWriter
+from megastable.data.text_tokenizers import BytesTokenizer, train_bpe
+from megastable.data.token_store import TokenStoreMeta
+from megastable.data.tokenizer_interface import TextTokenizer
 from megastable.planning.preflight.review import LocalText
 from megastable.training.host import look_at_text
 from tests.data.data_examples import text_data, tiny_model, write_documents
@@ -137,6 +143,67 @@ def test_documents_that_another_tokenizer_ended_are_said(tmp_path: Path, capsys:
     assert "4 of 20 documents do not end with the tokenizer's end-of-document id 256" in capsys.readouterr().err
     prepared(write_pair(tmp_path / "whole", DOCUMENTS), tmp_path / "cache")
     assert "do not end" not in capsys.readouterr().err
+
+
+def write_built(prefix: Path, tokenizer: TextTokenizer, record: bool, beside: bool) -> Path:
+    """Write a pair with what `data build` leaves beside it, in whole or in part."""
+    documents = [[*tokenizer.encode_batch([f"document {index}"])[0], tokenizer.eod_id] for index in range(20)]
+    write_pair(prefix, documents, tokenizer.vocab_size)
+    if record:
+        meta = TokenStoreMeta("<u2", 20, 0, 0, 0, tokenizer.vocab_size, tokenizer.eod_id, 0.0, "")
+        meta_path(prefix).write_text(json.dumps(asdict(meta)))
+    if beside:
+        tokenizer_path(prefix).mkdir()
+        tokenizer.save(tokenizer_path(prefix))
+    return prefix
+
+
+@pytest.mark.parametrize(("record", "beside"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("is_for_validation", [False, True])
+def test_tokens_of_another_tokenizer_are_refused(
+    tmp_path: Path, record: bool, beside: bool, is_for_validation: bool
+) -> None:
+    # Of as many tokens as the other one, so that no id is outside the vocabulary.
+    made = train_bpe(257, ["document"])
+    good = write_built(tmp_path / "good", BytesTokenizer(), record, beside)
+    wrong = write_built(tmp_path / "wrong", made, record, beside)
+    assert prepared(good, tmp_path / "cache", good).vocab_size == 257
+    pairs = (good, wrong) if is_for_validation else (wrong, good)
+    with pytest.raises(UserError, match=f"megastable.data.tokenizer: {wrong} was made with another token") as raised:
+        prepared(pairs[0], tmp_path / "cache", pairs[1])
+    assert (f'"path": "{wrong}.tokenizer"' in str(raised.value)) == beside
+
+
+def test_a_tokenizer_that_is_put_beside_a_pair_later_is_seen(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path / "pair", DOCUMENTS)
+    prepared(pair, tmp_path / "cache")
+    tokenizer_path(pair).mkdir()
+    train_bpe(257, ["a"]).save(tokenizer_path(pair))
+    with pytest.raises(UserError, match="was made with another tokenizer"):
+        prepared(pair, tmp_path / "cache")
+
+
+def test_the_same_tokenizer_in_another_writing_is_the_same(tmp_path: Path) -> None:
+    made = train_bpe(280, ["some words and some more words"] * 9)
+    pair = write_built(tmp_path / "pair", made, record=True, beside=True)
+    own = tmp_path / "own"
+    own.mkdir()
+    made.save(own)
+    stored = json.loads((own / "tokenizer.json").read_text())
+    stored["model"]["merges"] = [" ".join(merge) for merge in stored["model"]["merges"]]
+    (own / "tokenizer.json").write_text(json.dumps(stored))
+    tokenizer = {"type": "transformers", "path": str(own)}
+    assert same_vocabulary(own, tokenizer_path(pair))
+    assert prepared(pair, tmp_path / "cache", tokenizer=tokenizer).vocab_size == made.vocab_size
+
+
+def test_documents_that_do_not_end_cannot_be_begun_anew_at(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path / "pair", [document[:-1] for document in DOCUMENTS])
+    prepared(pair, tmp_path / "cache")
+    with pytest.raises(UserError, match=rf'packing: "reset" .* 256, with which no document of {pair}\.bin ends'):
+        prepared(pair, tmp_path / "cache", packing="reset")
+    last_ends = [document[:-1] for document in DOCUMENTS[:-1]] + [DOCUMENTS[-1]]
+    prepared(write_pair(tmp_path / "last", last_ends), tmp_path / "cache", packing="reset")
 
 
 def test_a_check_counts_the_tokens(tmp_path: Path) -> None:

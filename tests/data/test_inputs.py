@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from megastable.cli.data import FormatName
 from megastable.core.errors import UserError
-from megastable.data.inputs import FORMATS, Input, format_of, open_input
+from megastable.data.inputs import FORMATS, OPTIONS, Input, format_of, open_input
 
 TEXTS = ["one", "two\nlines", "drei ü"]
 
@@ -94,3 +94,42 @@ def test_a_table_that_is_none_or_has_no_such_column_is_one_message(
     (tmp_path / f"b.{name}").write_bytes(b"\xff\xfe" * 100)
     with pytest.raises(UserError, match=f"datasets cannot read .* as {name}"):
         open_input(Input(f"{tmp_path}/b.{name}"), name)
+
+
+CELLS = ["", "NA", "null", "007", "1", "1.50", "nan", "None", "true", " a "]
+
+
+def test_a_cell_of_csv_is_the_text_that_stands_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for name, cells in {"texts": CELLS, "digits": ["1", "02", "3"]}.items():
+        (tmp_path / f"{name}.csv").write_text("id,text\n" + "".join(f'1,"{cell}"\n' for cell in cells))
+        documents = open_input(Input(str(tmp_path / f"{name}.csv")), None).documents
+        assert [documents[index] for index in range(len(documents))] == cells
+
+
+@pytest.mark.parametrize("name", ["parquet", "arrow", "dataset"])
+def test_a_row_without_a_value_is_a_document_without_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(f"{__name__}.TEXTS", ["one", None, "three"])
+    (tmp_path / "input").mkdir()
+    WRITERS[name](tmp_path / "input")
+    documents = open_input(Input(str(tmp_path / "input")), None).documents
+    assert [documents[index] for index in range(len(documents))] == ["one", "", "three"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("key", OPTIONS)
+def test_what_a_format_does_not_read_is_refused(tmp_path: Path, name: str, key: str) -> None:
+    WRITERS[name](tmp_path)
+    if key in FORMATS[name].keys:
+        return
+    with pytest.raises(UserError, match=f"{OPTIONS[key]}: is for .*, and {tmp_path} is read as {name}"):
+        open_input(Input(str(tmp_path))._replace(**{key: "text"}), None)
+
+
+def test_a_text_beside_a_prompt_is_refused(tmp_path: Path) -> None:
+    write_jsonl(tmp_path)
+    with pytest.raises(UserError, match="--text-key: does not go with --prompt-key"):
+        open_input(Input(str(tmp_path), text_key="text", prompt_key="a", completion_key="b"), None)

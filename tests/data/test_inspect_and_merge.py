@@ -11,11 +11,14 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastable.core.errors import UserError
+from megastable.data.beside import meta_path, record_beside, tokenizer_path
 from megastable.data.indexed_format import index_path, open_indexed, tokens_path, write_index
+from megastable.data.indexed_writer import checksums_path
 from megastable.data.inspection import inspect_pair
 from megastable.data.merging import merge_pairs
 from tests.data.test_build import build, command, rows_file
@@ -150,7 +153,15 @@ def test_merged_pairs_keep_their_tokenizer(tmp_path: Path) -> None:
     assert code == 0, errors
     assert f"wrote {tmp_path}/out/b: 60 documents" in output
     assert (tmp_path / "out/b.tokenizer/tokenizer.json").is_file()
-    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".bin", ".crc32", ".idx", ".tokenizer"]
+    suffixes = sorted(path.suffix for path in (tmp_path / "out").iterdir())
+    assert suffixes == [".bin", ".crc32", ".idx", ".json", ".tokenizer"]
+    record, merged = record_beside(tmp_path / "out/b"), open_indexed(tmp_path / "out/b")
+    assert record is not None
+    assert (record.num_documents, record.num_train_tokens, record.vocab_size, record.eod_id) == (
+        60, len(merged.tokens), 257, EOD,
+    )  # fmt: skip
+    code, found = inspected(tmp_path / "out/b")
+    assert (code, found["not_ended"], found["damage"]) == (0, 0, None)
     code, _, message = command("merge", tmp_path / "a", tmp_path / "a", "-o", tmp_path / "out/b")
     assert code == 2 and "nothing is overwritten" in message
 
@@ -167,6 +178,59 @@ def test_pairs_that_mean_different_text_are_not_merged(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"e\.bin cannot be read"):
         merge_pairs([tmp_path / "a", tmp_path / "e"], tmp_path / "c", show_progress=False)
     assert not list(tmp_path.glob("c*"))
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+def test_damaged_tokens_are_found_and_not_given_new_checksums(tmp_path: Path, has_record: bool) -> None:
+    texts = [f"{number} {'many words ' * 90}" for number in range(100)]
+    build(rows_file(tmp_path / "rows.jsonl.gz", texts), "-o", tmp_path / "a", "-t", "bytes")
+    if not has_record:
+        meta_path(tmp_path / "a").unlink()
+    ids = np.memmap(tokens_path(tmp_path / "a"), "<u2", mode="r+")
+    ids[40_000] = 7 + (ids[40_000] == 7)
+    ids.flush()
+    code, found = inspected(tmp_path / "a")
+    assert code == 1
+    assert found["faults"] == [
+        "the tokens are damaged: other tokens than were written, somewhere in 32,768 to 65,535"
+    ]  # fmt: skip
+    with pytest.raises(UserError, match=r"a\.bin has other tokens than were written, somewhere in 32,768 to 65,535"):
+        merge_pairs([tmp_path / "a", tmp_path / "a"], tmp_path / "c", show_progress=False)
+    checksums_path(tmp_path / "a").write_bytes(b"abcd")
+    with pytest.raises(UserError, match=r"the checksums beside .*a\.bin are not its own"):
+        merge_pairs([tmp_path / "a"], tmp_path / "c", show_progress=False)
+    assert not [path for path in tmp_path.glob("c*") if path.suffix != ".lock"]
+
+
+def test_a_merge_that_ends_early_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(rows_file(tmp_path / "rows.jsonl.gz"), "-o", tmp_path / "a", "-t", "bytes")
+    monkeypatch.setattr("os.rename", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        merge_pairs([tmp_path / "a"], tmp_path / "c", show_progress=False)
+    assert not [path for path in tmp_path.glob("c*") if path.suffix != ".lock"]
+
+
+def test_an_output_is_merged_by_one_process(tmp_path: Path) -> None:
+    write(tmp_path / "a", [[1]], 257)
+    with (
+        FileLock(tmp_path / "c.merging.lock"),
+        pytest.raises(UserError, match=r"another process is merging into .*/c;"),
+    ):
+        merge_pairs([tmp_path / "a"], tmp_path / "c", show_progress=False)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_tokenizers_in_another_form_are_compared_by_their_files(tmp_path: Path, alike: bool) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / name, [[1]], 257)
+        tokenizer_path(tmp_path / name).mkdir()
+        (tokenizer_path(tmp_path / name) / "tokenizer.model").write_text("same" if alike else name)
+    prefixes = [tmp_path / "a", tmp_path / "b"]
+    if alike:
+        assert merge_pairs(prefixes, tmp_path / "c", show_progress=False).num_documents == 2
+        return
+    with pytest.raises(UserError, match="was made with another tokenizer"):
+        merge_pairs(prefixes, tmp_path / "c", show_progress=False)
 
 
 def test_a_trained_tokenizer_encodes_as_it_was_trained(tmp_path: Path) -> None:
@@ -186,3 +250,37 @@ def test_a_trained_tokenizer_encodes_as_it_was_trained(tmp_path: Path) -> None:
     build(rows, "-o", tmp_path / "pair", "-t", tmp_path / "made", "--broken", "skip")
     output = command("inspect", tmp_path / "pair", "--document", 2)[1]
     assert output.splitlines()[-1] == "document 2: document 2: äbäb<|endoftext|>"
+
+
+@pytest.mark.parametrize("folder", [".", "..", "out/", "out/..", "/"])
+def test_a_folder_is_no_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    (tmp_path / "in/out").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "in")
+    rows = rows_file(tmp_path / "rows.jsonl.gz")
+    write(tmp_path / "a", [[1]], 257)
+    lines: dict[str, list[list[Any]]] = {
+        "--output": [["build", rows, "-t", "bytes", "-o", folder], ["merge", tmp_path / "a", "-o", folder]],
+        "PAIR": [["inspect", folder], ["merge", folder, "-o", "c"]],
+    }
+    for option, words_of in lines.items():
+        for words in words_of:
+            code, _, message = command(*words)
+            assert code == 2 and message.startswith(f"{option}: {folder!r} is a folder; legal is a pair in it: ")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        "a.bin",
+        "a.crc32",
+        "a.idx",
+        "in",
+        "out",
+        "rows.jsonl.gz",
+    ]
+
+
+@pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
+def test_a_pair_may_be_named_by_one_of_its_files(tmp_path: Path, suffix: str) -> None:
+    rows = rows_file(tmp_path / "rows.jsonl.gz")
+    build(rows, "-t", "bytes", "-o", tmp_path / f"v1.5{suffix}")
+    assert (tmp_path / "v1.5.bin").is_file()
+    assert inspected(tmp_path / f"v1.5{suffix}")[1]["documents"] == 60
+    assert command("merge", tmp_path / f"v1.5{suffix}", "-o", tmp_path / f"b{suffix}")[0] == 0
+    assert (tmp_path / "b.bin").is_file()

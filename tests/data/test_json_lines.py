@@ -82,8 +82,9 @@ def test_of_a_folder_only_its_own_files_are_taken_and_the_others_said(tmp_path: 
     (tmp_path / "empty.jsonl").touch()
     source = opened(tmp_path)
     assert [source[index] for index in range(len(source))] == ["a"]
-    (remark,) = source.remarks()
+    remark, empty = source.remarks()
     assert "left out 1 files whose names do not end in .jsonl, .jsonl.gz, .jsonl.zst" in remark
+    assert empty.startswith("left out 1 empty files, such as ")
     assert len(opened(tmp_path / "b.txt")) == 1, "a file that is named is taken as it is"
 
 
@@ -155,3 +156,30 @@ def test_lines_have_the_tokens_of_text_files_with_the_same_split(tmp_path: Path,
     assert corpora[0].num_validation_tokens > 0
     if tokenizer["type"] == "bytes":
         assert corpora[0].fingerprint == corpora[1].fingerprint
+
+
+class NeverIterated(list[Path]):
+    """Files of which one is looked up, and not all of them for each document."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError
+
+
+def test_a_document_is_found_without_a_look_at_all_files(tmp_path: Path) -> None:
+    counts = [3, 1, 4, 1, 5]
+    for number, count in enumerate(counts):
+        (tmp_path / f"{number}.jsonl").write_bytes(lines_of([f"{number} {line}" for line in range(count)]))
+    source = opened(tmp_path)
+    assert len(source) == sum(counts)
+    source._files = NeverIterated(source._files)
+    expected = [f"{number} {line}" for number, count in enumerate(counts) for line in range(count)]
+    assert [source[index] for index in range(len(source))] == expected
+    for index in (-1, len(source)):
+        with pytest.raises(IndexError):
+            source.place(index)
+
+
+def test_a_byte_order_mark_does_not_cost_the_first_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines_of(["first", "second"]))
+    source = opened(tmp_path / "a.jsonl")
+    assert [source[index] for index in range(len(source))] == ["first", "second"]

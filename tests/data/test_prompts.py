@@ -158,7 +158,7 @@ def test_what_would_lose_the_prompts_is_refused(tmp_path: Path) -> None:
     code, _, message = command("build", path, "-o", tmp_path / "b", "-t", "bytes", *KEYS[:2])
     assert code == 2 and "--prompt-key and --completion-key go together" in message
     code, _, message = command("build", path, "-o", tmp_path / "b", "-t", "bytes", *KEYS, "--format", "text")
-    assert code == 2 and "--prompt-key: is for JSON lines" in message
+    assert code == 2 and "--prompt-key: is for jsonl" in message
     plain = tmp_path / "plain"
     build(path, "-o", plain, "-t", "bytes", "--text-key", "answer")
     with pytest.raises(UserError, match="instead of a prompt and a completion for each of 30 documents"):

@@ -133,9 +133,9 @@ def test_a_missing_column_is_answered_with_those_there_are(tmp_path: Path) -> No
 
 
 def test_a_row_that_is_not_text_is_named(tmp_path: Path) -> None:
-    Dataset.from_dict({"text": ["one", None]}).save_to_disk(tmp_path)
+    Dataset.from_dict({"text": [["one"], ["two"]]}).save_to_disk(tmp_path)
     source = opened(type="hf", path=str(tmp_path))
-    with pytest.raises(UserError, match=r"row 1 of .* holds NoneType, not text"):
+    with pytest.raises(UserError, match=r"row 1 of .* holds list, not text"):
         source[1]
 
 

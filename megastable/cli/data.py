@@ -160,6 +160,7 @@ def build(
             num_workers=num_workers,
             show_progress=True,
             options=opened.options,
+            reworded=_with_options,
         )
     print_built(built, json_wanted)
 
@@ -286,7 +287,7 @@ def train(
     fewer = f" (asked for {whole(vocab_size)}: the text has no more)" if made.vocab_size < vocab_size else ""
     print(f"wrote {shown(str(folder))}: {whole(made.vocab_size)} tokens{fewer}, end of document {made.eod_id}")
     if isinstance(documents, ReadableDocuments):
-        print_broken(documents.broken)
+        print_broken([_with_options(fault) for fault in documents.broken])
 
 
 @contextmanager
@@ -295,13 +296,16 @@ def _naming_options() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        text = str(error)
-        for key, option in (
-            ("megastable.data.source.path: ", ""),
-            ("megastable.data.source.text_key", "--text-key"),
-            ("megastable.data.source.text_column", "--text-key"),
-            ("megastable.data.source.split", "--split"),
-            ("megastable.data.source: ", ""),
-        ):
-            text = text.replace(key, option)
-        raise UserError(text) from error
+        raise UserError(_with_options(str(error))) from error
+
+
+def _with_options(text: str) -> str:
+    for key, option in (
+        ("megastable.data.source.path: ", ""),
+        ("megastable.data.source.text_key", "--text-key"),
+        ("megastable.data.source.text_column", "--text-key"),
+        ("megastable.data.source.split", "--split"),
+        ("megastable.data.source: ", ""),
+    ):
+        text = text.replace(key, option)
+    return text

@@ -52,7 +52,7 @@ def print_broken(faults: Sequence[str]) -> None:
         return
     print(f"left out {_documents(len(faults))} that cannot be read:")
     for fault in faults[:MOST_FAULTS_SHOWN]:
-        print(f"  {shown(fault.partition(': ')[2])}")
+        print(f"  {shown(fault)}")
 
 
 def _documents(count: int) -> str:

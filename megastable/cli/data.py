@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megastable.cli.data_reports import print_broken, print_built, print_corpus, print_inspection
+from megastable.cli.data_reports import (
+    naming_options,
+    print_broken,
+    print_built,
+    print_corpus,
+    print_inspection,
+    with_options,
+)
 from megastable.cli.tables import as_json, whole
 from megastable.config import load_run_file
 from megastable.config.limits import LARGEST_VOCABULARY
@@ -147,7 +152,7 @@ def build(
 
     prefix = pair_prefix(output, "--output")
     made = named_tokenizer(tokenizer, "--tokenizer")
-    with _naming_options():
+    with naming_options():
         given = Input(source, text_key, name, split, prompt_key, completion_key, broken is Broken.skip)
         opened = open_input(given, input_format and input_format.value)
         built = build_pair(
@@ -160,6 +165,7 @@ def build(
             num_workers=num_workers,
             show_progress=True,
             options=opened.options,
+            reworded=with_options,
         )
     print_built(built, json_wanted)
 
@@ -272,7 +278,7 @@ def train(
     folder = expanded(output)
     if folder.exists():
         raise UserError(f"--output: {folder} exists, and nothing is overwritten; remove it, or name another folder")
-    with _naming_options():
+    with naming_options():
         given = open_input(
             Input(source, text_key, name, split, skip_broken=broken is Broken.skip), input_format and input_format.value
         )
@@ -286,22 +292,4 @@ def train(
     fewer = f" (asked for {whole(vocab_size)}: the text has no more)" if made.vocab_size < vocab_size else ""
     print(f"wrote {shown(str(folder))}: {whole(made.vocab_size)} tokens{fewer}, end of document {made.eod_id}")
     if isinstance(documents, ReadableDocuments):
-        print_broken(documents.broken)
-
-
-@contextmanager
-def _naming_options() -> Iterator[None]:
-    """Let the errors of a source name the options of a command in place of the keys of a run file."""
-    try:
-        yield
-    except UserError as error:
-        text = str(error)
-        for key, option in (
-            ("megastable.data.source.path: ", ""),
-            ("megastable.data.source.text_key", "--text-key"),
-            ("megastable.data.source.text_column", "--text-key"),
-            ("megastable.data.source.split", "--split"),
-            ("megastable.data.source: ", ""),
-        ):
-            text = text.replace(key, option)
-        raise UserError(text) from error
+        print_broken([with_options(fault) for fault in documents.broken])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from megastable.cli.tables import ABSENT, as_json, significant, whole
-from megastable.core.errors import shown
+from megastable.core.errors import UserError, shown
 
 if TYPE_CHECKING:
     from megastable.data import BlendedCorpus, Corpus
@@ -52,7 +53,7 @@ def print_broken(faults: Sequence[str]) -> None:
         return
     print(f"left out {_documents(len(faults))} that cannot be read:")
     for fault in faults[:MOST_FAULTS_SHOWN]:
-        print(f"  {shown(fault.partition(': ')[2])}")
+        print(f"  {shown(fault)}")
 
 
 def _documents(count: int) -> str:
@@ -114,3 +115,25 @@ def print_inspection(found: Inspection, document: int | None, text: str | None, 
         print(f"  {fault}")
     if text is not None:
         print(f"document {document}: {text}")
+
+
+@contextmanager
+def naming_options() -> Iterator[None]:
+    """Let the errors of a source name the options of a command in place of the keys of a run file."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(with_options(str(error))) from error
+
+
+def with_options(text: str) -> str:
+    """Put options in the place of the keys of a run file."""
+    for key, option in (
+        ("megastable.data.source.path: ", ""),
+        ("megastable.data.source.text_key", "--text-key"),
+        ("megastable.data.source.text_column", "--text-key"),
+        ("megastable.data.source.split", "--split"),
+        ("megastable.data.source: ", ""),
+    ):
+        text = text.replace(key, option)
+    return text

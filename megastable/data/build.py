@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -92,6 +92,7 @@ def build_pair(
     num_workers: int,
     show_progress: bool,
     options: Sequence[str] = (),
+    reworded: Callable[[str], str] = str,
 ) -> Built:
     """Tokenise all documents into ``prefix.bin`` and ``prefix.idx``.
 
@@ -104,6 +105,7 @@ def build_pair(
         num_workers: processes that encode; 0 encodes here.
         options: how the source was opened, such as the column of the text: what decides the documents and is not in
             the fingerprint of the source.
+        reworded: puts the names that the user knows into the fault of a document, for the list.
 
     Raises:
         UserError: files of this name exist or are being built, or a document cannot be read.
@@ -125,7 +127,7 @@ def build_pair(
             else:
                 _begin(folder, identity, show_progress)
                 is_validation = validation_documents(len(source), validation_fraction)
-                documents = _ReadableDocuments(source, is_validation, folder, skip_broken)
+                documents = _ReadableDocuments(source, is_validation, folder, skip_broken, reworded)
                 write_token_store(
                     folder,
                     documents,
@@ -193,12 +195,18 @@ class _ReadableDocuments(Sequence[tuple[Document, bool]]):
     """Documents of which those without text are listed, as are those that cannot be read, which have none then."""
 
     def __init__(
-        self, source: DocumentSource, is_validation: npt.NDArray[np.bool_], folder: Path, skip_broken: bool
+        self,
+        source: DocumentSource,
+        is_validation: npt.NDArray[np.bool_],
+        folder: Path,
+        skip_broken: bool,
+        reworded: Callable[[str], str],
     ) -> None:
         """Go on with the lists of an earlier build, as far as its documents are on disk."""
         self._source = source
         self._documents = SplitDocuments(source, is_validation)
         self._skip_broken = skip_broken
+        self._reworded = reworded
         self._broken_path = folder / BROKEN_FILE
         self._empty_path = folder / EMPTY_FILE
         finished = finished_documents(folder)
@@ -215,7 +223,7 @@ class _ReadableDocuments(Sequence[tuple[Document, bool]]):
         except UserError as error:
             if not self._skip_broken:
                 raise
-            _list(self._broken_path, {"document": index, "fault": str(error)})
+            _list(self._broken_path, {"document": index, "fault": self._reworded(str(error))})
             return "", False
         if is_empty(document):
             place = {"place": self._source.place(index)} if isinstance(self._source, Placed) else {}
@@ -234,6 +242,12 @@ def _listed(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[: lines.rfind("\n") + 1].splitlines()]
 
 
+def _flush(path: Path) -> None:
+    """Bring a file onto the disk: a power cut must not leave its name with less in it."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def _publish(folder: Path, prefix: Path) -> Built:
     """Move what was built to its place, the indices last: a pair that has one is whole."""
     record = folder / META_FILE
@@ -250,6 +264,9 @@ def _publish(folder: Path, prefix: Path) -> Built:
         pairs[folder / VALIDATION] = held_out
     for path_of in (tokens_path, checksums_path, index_path):
         moves |= {path_of(source): path_of(target) for source, target in pairs.items()}
+    for source in moves:
+        if source.is_file():
+            _flush(source)
     for source, target in moves.items():
         # An earlier call may have been ended in the midst of this.
         if source.exists():

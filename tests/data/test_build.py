@@ -117,6 +117,8 @@ def test_every_document_is_somewhere_or_counted(tmp_path: Path) -> None:
     assert ["line 7 is not JSON" in document["broken"][0], "line 11 has no key" in document["broken"][1]] == [True] * 2
     listed = [json.loads(line) for line in (tmp_path / "pair.broken.jsonl").read_text().splitlines()]
     assert [line["document"] for line in listed] == [6, 10]
+    assert [line["fault"] for line in listed] == document["broken"]
+    assert document["broken"][0].startswith(f"{rows}, line 7 ") and document["broken"][1].startswith("--text-key: ")
     empty = [json.loads(line) for line in (tmp_path / "pair.empty.jsonl").read_text().splitlines()]
     assert empty == [{"document": number - 1, "place": f"{rows}, line {number}"} for number in (9, 60)]
     kept = [text for number, text in enumerate(TEXTS, start=1) if number not in (7, 9, 11, 60)]
@@ -417,3 +419,18 @@ def test_of_a_file_that_was_cut_the_lines_before_are_kept(tmp_path: Path, suffix
     assert document["broken_documents"] == 2
     assert f"a.jsonl.{suffix} cannot be read after line" in document["broken"][0]
     assert f"c.jsonl.{suffix} cannot be read" in document["broken"][1]
+
+
+def test_what_is_moved_is_on_the_disk_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: set[int] = set()
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.add(os.fstat(file).st_ino))
+    own = os.rename
+
+    def checked(source: Path, target: Path) -> None:
+        assert Path(source).is_dir() or os.stat(source).st_ino in flushed, source
+        own(source, target)
+
+    monkeypatch.setattr(os, "rename", checked)
+    rows = rows_file(tmp_path / "rows.jsonl.gz", line_7="{", line_9="")
+    words = ["-t", "bytes", "--validation-fraction", 0.2, "--broken", "skip"]
+    assert build(rows, "-o", tmp_path / "pair", *words)["broken_documents"] == 1

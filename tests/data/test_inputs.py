@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from datasets import Dataset
@@ -126,7 +127,8 @@ def test_what_a_format_does_not_read_is_refused(tmp_path: Path, name: str, key: 
     if key in FORMATS[name].keys:
         return
     with pytest.raises(UserError, match=f"{OPTIONS[key]}: is for .*, and {tmp_path} is read as {name}"):
-        open_input(Input(str(tmp_path))._replace(**{key: "text"}), None)
+        options: dict[str, Any] = {key: "text"}
+        open_input(Input(str(tmp_path), **options), None)
 
 
 def test_a_text_beside_a_prompt_is_refused(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ import resource
 from pathlib import Path
 from types import SimpleNamespace
 
+import data as benchmark
 import numpy as np
 import pytest
 
-from benchmarks import data as benchmark
 from megastable.core.errors import DamagedDataError
 from megastable.data.indexed_format import tokens_path
 from megastable.data.indexed_writer import IndexedWriter

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from datasets import Dataset
@@ -125,8 +126,9 @@ def test_what_a_format_does_not_read_is_refused(tmp_path: Path, name: str, key: 
     WRITERS[name](tmp_path)
     if key in FORMATS[name].keys:
         return
+    said: dict[str, Any] = {key: "text"}
     with pytest.raises(UserError, match=f"{OPTIONS[key]}: is for .*, and {tmp_path} is read as {name}"):
-        open_input(Input(str(tmp_path))._replace(**{key: "text"}), None)
+        open_input(Input(str(tmp_path), **said), None)
 
 
 def test_a_text_beside_a_prompt_is_refused(tmp_path: Path) -> None:

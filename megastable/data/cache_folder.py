@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,7 +32,8 @@ def build_once(
     every process that waited.
 
     Args:
-        describe: says in a phrase how far an unfinished folder has come; empty where it cannot tell.
+        describe: says in a phrase how far an unfinished folder has come; empty where there is nothing to go on from,
+            or it cannot tell.
 
     Raises:
         UserError: the cache folder cannot be written.
@@ -42,7 +44,7 @@ def build_once(
     try:
         # Asked again: the process that held the lock before may have built it.
         if not target.is_dir():
-            _build_beside(target, build)
+            _build_beside(target, build, describe)
     finally:
         lock.release()
 
@@ -78,7 +80,7 @@ def _cannot_be_written(target: Path, error: OSError) -> UserError:
     )
 
 
-def _build_beside(target: Path, build: Callable[[Path], None]) -> None:
+def _build_beside(target: Path, build: Callable[[Path], None], describe: Callable[[Path], str]) -> None:
     """Build into a folder beside ``target`` and rename it; the caller holds the lock."""
     unfinished = _unfinished(target)
     try:
@@ -86,6 +88,11 @@ def _build_beside(target: Path, build: Callable[[Path], None]) -> None:
         unfinished.mkdir(exist_ok=True)
         build(unfinished)
         os.rename(unfinished, target)
+    except UserError:
+        # Such as a document that cannot be read, be it for once. What is tokenised of hours is gone on from.
+        if not describe(unfinished):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     except OSError as error:
         # Such as a full disk, after which the next start goes on.
         raise _cannot_be_written(target, error) from error

@@ -86,9 +86,9 @@ def finished_documents(folder: Path) -> int:
 
 
 def describe_progress(folder: Path) -> str:
-    """Say how many documents an unfinished store in ``folder`` has; empty where it is not known."""
+    """Say how many documents an unfinished store in ``folder`` has; empty where it has none, or that is not known."""
     progress = _read_progress(folder)
-    if progress is None:
+    if progress is None or progress.finished_documents == 0:
         return ""
     return f"{progress.finished_documents:,} of {progress.num_documents:,} documents are tokenised"
 

@@ -115,7 +115,7 @@ def test_a_killed_builder_leaves_nothing_half_built_and_the_next_in_line_builds(
 
 @pytest.mark.parametrize(
     "error",
-    [KeyboardInterrupt(), OSError(28, "No space left on device"), MemoryError(), UserError("row 80 cannot be read")],
+    [KeyboardInterrupt(), OSError(28, "No space left on device"), MemoryError()],
 )
 def test_a_build_that_was_interrupted_is_gone_on_from(tmp_path: Path, error: BaseException) -> None:
     target = tmp_path / "target"
@@ -130,6 +130,16 @@ def test_a_build_that_was_interrupted_is_gone_on_from(tmp_path: Path, error: Bas
     build_once(target, lambda folder: (folder / "rest").touch(), show_progress=False)
     assert sorted(entry.name for entry in target.iterdir()) == ["half", "rest"]
     assert not (tmp_path / "target.building").exists()
+
+
+def test_a_build_of_documents_that_cannot_be_read_leaves_nothing_where_none_is_finished(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        (folder / "half").touch()
+        raise UserError("a document")
+
+    with pytest.raises(UserError, match="a document"):
+        build_once(tmp_path / "target", fail, show_progress=False)
+    assert [entry.name for entry in tmp_path.iterdir() if entry.is_dir()] == []
 
 
 def test_a_document_that_cannot_be_read_for_once_does_not_cost_those_before_it(

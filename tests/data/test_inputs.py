@@ -126,9 +126,9 @@ def test_what_a_format_does_not_read_is_refused(tmp_path: Path, name: str, key: 
     WRITERS[name](tmp_path)
     if key in FORMATS[name].keys:
         return
+    said: dict[str, Any] = {key: "text"}
     with pytest.raises(UserError, match=f"{OPTIONS[key]}: is for .*, and {tmp_path} is read as {name}"):
-        options: dict[str, Any] = {key: "text"}
-        open_input(Input(str(tmp_path), **options), None)
+        open_input(Input(str(tmp_path), **said), None)
 
 
 def test_a_text_beside_a_prompt_is_refused(tmp_path: Path) -> None:

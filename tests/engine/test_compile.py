@@ -124,6 +124,7 @@ def test_more_micro_batch_sizes_than_torch_keeps_forms_are_compiled() -> None:
     assert run_ranks(graphs_of_many_sizes, world_size=1) == [MANY_SIZES]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
 def test_steps_with_real_kernels_are_equal() -> None:
     assert_equal_steps(run_ranks(graphs_and_steps, world_size=1, backend="inductor", names=["real kernels"])[0])

@@ -177,6 +177,7 @@ def snapshots_restored(layouts: list[str]) -> dict[str, bool]:
     return same
 
 
+@pytest.mark.slow
 def test_a_snapshot_brings_the_run_back_to_the_bit() -> None:
     layouts = ["2 stages, 2 replicas", "2 stages, 2 tensor", "4 replicas"]
     for same in run_ranks(snapshots_restored, world_size=4, layouts=layouts):

@@ -13,7 +13,13 @@ from tests.support.ranks import run_bounded
 SCRIPT = [sys.executable, "benchmarks/faults/run.py"]
 
 
-@pytest.mark.parametrize("num_rounds", [3, pytest.param(12, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1500)])])
+@pytest.mark.parametrize(
+    "num_rounds",
+    [
+        pytest.param(3, marks=pytest.mark.slow),
+        pytest.param(12, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1500)]),
+    ],
+)
 def test_no_step_is_lost_or_wrong(tmp_path: Path, num_rounds: int) -> None:
     output = tmp_path / "faults.json"
     limits = ["--time-limit", str(2 * num_rounds), "--start-limit", "120"]

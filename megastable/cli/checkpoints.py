@@ -23,6 +23,7 @@ KINDS: dict[Kind, str] = {
     "partial": "unfinished",
     "damaged": "set aside as damaged",
     "superseded": "about to be replaced",
+    "abandoned": "gone back from",
     "deleting": "half deleted",
     "other": "no checkpoint",
 }

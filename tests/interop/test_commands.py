@@ -22,7 +22,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["export", "missing", "out"], "missing is no folder"),
         (["export", ".", "out"], "is no run folder"),
-        (["export", ".", "out", "--max-shard-size", "much"], "--max-shard-size much: must be a size"),
+        (["export", ".", "out", "--max-shard-size", "much"], "--max-shard-size much: must be a whole number of a unit"),
         (["import", "missing", "run.json"], "missing is no folder; a model of the hub"),
         (["import", ".", "run.json"], "config.json does not exist"),
         (["generate", "missing", "once"], "missing is no folder"),

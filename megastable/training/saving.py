@@ -23,6 +23,9 @@ class Checkpoints:
     Args:
         run: the run file as a dictionary.
         tokenizer: its files, by their names; read beforehand, since a cache may be deleted while the run goes on.
+
+    Attributes:
+        last: how the last save of this run has ended; None where none has.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class Checkpoints:
         self._tokenizer = tokenizer
         self._progress = progress
         self._consumed_samples: dict[int, int] = {}
-        self._last: SaveOutcome | None = None
+        self.last: SaveOutcome | None = None
 
     def save(self, state: TrainingState, loss: float | None, eval_loss: float | None) -> None:
         """Begin to save the state as it is, with the losses of its last step; collective."""
@@ -61,7 +64,7 @@ class Checkpoints:
         outcomes = self._writer.outcomes()
         for outcome in outcomes:
             self._show(outcome)
-            self._last = outcome
+            self.last = outcome
         return outcomes
 
     def finish(self) -> list[SaveOutcome]:
@@ -69,11 +72,6 @@ class Checkpoints:
         with self._progress.at_length("waiting for a save"):
             self._writer.wait()
         return self.report()
-
-    @property
-    def last(self) -> SaveOutcome | None:
-        """Return how the last save of this run has ended; None where none has."""
-        return self._last
 
     def abandon_after(self, step: int) -> str | None:
         """Let no resume go on from the checkpoints of later steps; returns why not, where that fails. Collective."""

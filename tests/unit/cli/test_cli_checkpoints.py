@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from megastable.checkpoints.folder import _KINDS, DAMAGED_SUFFIX, DELETING_SUFFIX, SUPERSEDED_SUFFIX
+from megastable.checkpoints.folder import (
+    ABANDONED_SUFFIX,
+    DAMAGED_SUFFIX,
+    DELETING_SUFFIX,
+    PARTIAL_SUFFIX,
+    SUPERSEDED_SUFFIX,
+    kind_of,
+)
 from megastable.checkpoints.manifest import MANIFEST_NAME
 from megastable.cli.checkpoints import KINDS
 from megastable.cli.main import app
@@ -144,12 +151,14 @@ def test_the_folder_of_checkpoints_and_one_of_them_may_be_named(run_dir: Path, m
     assert checkpoints(".", "--verify")[0] == 0
 
 
-@pytest.mark.parametrize("suffix", [name for name, kind in _KINDS.items() if kind != "checkpoint"])
+@pytest.mark.parametrize(
+    "suffix", [ABANDONED_SUFFIX, DAMAGED_SUFFIX, DELETING_SUFFIX, PARTIAL_SUFFIX, SUPERSEDED_SUFFIX]
+)
 def test_what_a_run_has_left_is_listed_by_its_kind(tmp_path: Path, suffix: str) -> None:
     make_checkpoint(tmp_path, 10)
-    make_checkpoint(tmp_path, 20).rename(tmp_path / f"step_00000020{suffix}")
+    left = make_checkpoint(tmp_path, 20).rename(tmp_path / f"step_00000020{suffix}")
     exit_code, output = checkpoints(tmp_path)
-    assert exit_code == 0 and KINDS[_KINDS[suffix]] in output, output
+    assert exit_code == 0 and KINDS[kind_of(left)] in output, output
 
 
 @pytest.mark.parametrize("left", ["a config", "an empty folder of checkpoints", "a folder of that name"])

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,11 @@ def at_step(step: int, what: str, run_dir: str) -> None:
 
 def take_over(run_dir: Path) -> None:
     """Do what a start on another host does that has seen no sign of life for long enough."""
+    deadline = time.monotonic() + TIME_LIMIT_SECONDS
+    # What is compared afterwards is not to change in the midst of the copy.
+    while list((run_dir / "checkpoints").glob("*.partial")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     other = holder_in(run_dir).model_copy(update={"host": "elsewhere", "token": "other", "id_space": "other"})
     written = run_dir / "other"
     written.write_bytes(other.to_bytes())
@@ -238,8 +244,9 @@ def take_over(run_dir: Path) -> None:
 
 
 def remove(run_dir: Path) -> None:
-    """Do what a person does who takes the folder for an old one."""
-    shutil.rmtree(run_dir)
+    """Do what a person does who takes the folder for an old one; at once, since a save may be under way in it."""
+    trash = run_dir.rename(run_dir.with_name("trash"))
+    shutil.rmtree(trash)
 
 
 def test_a_run_whose_folder_was_taken_over_stops_on_all_ranks_and_writes_no_more(

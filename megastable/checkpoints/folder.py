@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -112,34 +112,65 @@ def fault_of_size(path: Path, size_bytes: int) -> str | None:
 
 
 def newest_complete(
-    checkpoints: Path, warn: Callable[[str], None], before_step: int | None = None, sane_loss: bool = False
+    checkpoints: Path,
+    warn: Callable[[str], None],
+    before_step: int | None = None,
+    passed_over: Collection[Path] = (),
+    sane_loss: bool = False,
+    is_finished: Callable[[Manifest], bool] = Manifest.is_at_its_end,
 ) -> Path | None:
-    """Find the complete checkpoint of the highest step; damaged ones are passed over with a warning.
-
-    So are those that were saved in a row of skipped steps, unless there is no other: the run would go on skipping.
+    """Find the complete checkpoint of the highest step that a run can go on from; see ``preferred``.
 
     Args:
+        warn: is told of damaged ones and others that are passed over.
         before_step: look only at checkpoints of lower steps.
+        passed_over: known not to do, although they are complete by their sizes.
         sane_loss: pass over those of a run whose loss was far above its lowest value, too.
+        is_finished: tells whether no step would follow the checkpoint.
     """
-    suspect = None
-    for folder in step_folders(checkpoints):
-        if before_step is not None and step_of(folder) >= before_step:
-            continue
+    folders = [folder for folder in step_folders(checkpoints) if folder not in passed_over]
+    if before_step is not None:
+        folders = [folder for folder in folders if step_of(folder) < before_step]
+    return preferred(_complete_ones(folders, warn), warn, sane_loss, is_finished)
+
+
+def _complete_ones(folders: Sequence[Path], warn: Callable[[str], None]) -> Iterator[tuple[Path, Manifest]]:
+    for folder in folders:
         try:
-            manifest = complete_manifest(folder)
+            yield folder, complete_manifest(folder)
         except UserError as error:
             warn(f"{error}; falling back to an older checkpoint")
-            continue
+
+
+def preferred(
+    complete: Iterable[tuple[Path, Manifest]],
+    warn: Callable[[str], None],
+    sane_loss: bool = False,
+    is_finished: Callable[[Manifest], bool] = Manifest.is_at_its_end,
+) -> Path | None:
+    """Choose the checkpoint that a run goes on from; the one rule for a resume, a rollback and whoever tells of them.
+
+    It is the newest that was not saved in a row of skipped steps, for the run would go on skipping; but for one after
+    which no step follows. Where there is no other it is the newest all the same.
+
+    Args:
+        complete: newest first; no more of them are asked for than needed.
+        warn: is told of those that are passed over.
+        sane_loss, is_finished: as in ``newest_complete``.
+    """
+    suspect = None
+    for folder, manifest in complete:
         why = None
-        if manifest.is_in_skips:
+        if manifest.is_in_skips and not is_finished(manifest):
             why = "in a row of skipped steps"
         elif sane_loss and manifest.is_diverging:
             why = "while the loss was too high"
         if why is None:
             return folder
         suspect = suspect or folder
-        warn(f"{folder} was saved {why}; falling back to an older checkpoint")
+        warn(f"{folder} was saved {why}; looking for an older checkpoint")
+    if suspect is not None:
+        warn(f"no older checkpoint is better: {suspect} is taken all the same")
     return suspect
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megastable.checkpoints.folder import Kind, complete_manifest, kind_of
+from megastable.checkpoints.folder import Kind, complete_manifest, kind_of, preferred
 from megastable.checkpoints.manifest import MANIFEST_NAME, Manifest, step_in_name
 from megastable.checkpoints.verify import verify
 from megastable.core.errors import UserError
@@ -43,9 +43,12 @@ class Found:
 
 
 def newest_complete_of(found: Sequence[Found]) -> Found | None:
-    """Return the published checkpoint of the highest step with which nothing is wrong: the one that a resume takes."""
+    """Return the published checkpoint that a resume takes, of those with which nothing is wrong."""
     complete = [entry for entry in found if entry.kind == "checkpoint" and entry.is_complete]
-    return max(complete, key=lambda entry: entry.step or 0, default=None)
+    complete.sort(key=lambda entry: entry.step or 0, reverse=True)
+    with_manifests = ((entry.path, entry.manifest) for entry in complete if entry.manifest is not None)
+    taken = preferred(with_manifests, warn=lambda text: None)
+    return next((entry for entry in complete if entry.path == taken), None)
 
 
 def paths_to_look_at(path: Path) -> list[Path]:

@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -223,8 +223,15 @@ class Manifest(Section):
     @property
     def is_in_skips(self) -> bool:
         """Tell whether the run had skipped several steps in a row when it was saved, and may go on with that."""
-        skips = self.monitors.get("skipped_steps", {}).get("consecutive_skips")
-        return isinstance(skips, int) and skips >= FEWEST_SKIPS_OF_A_ROW
+        return in_skips(self.monitors)
+
+    def is_at_its_end(self) -> bool:
+        """Tell whether the run as its file was then had taken all its steps."""
+        sections: Any = self.run.get("megastable", {})
+        training = sections.get("training", {})
+        total_steps, total_samples = training.get("total_steps"), training.get("total_samples")
+        steps_are_done = isinstance(total_steps, int) and self.state.step >= total_steps
+        return steps_are_done or (isinstance(total_samples, int) and self.state.consumed_samples >= total_samples)
 
     @property
     def is_diverging(self) -> bool:
@@ -254,6 +261,12 @@ class Manifest(Section):
     def tokenizer_files(self) -> list[str]:
         """List the files that make up the tokenizer; none in a checkpoint that was written without one."""
         return sorted(name for name in self.files if not name.endswith(TENSORS_SUFFIX))
+
+
+def in_skips(monitors: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Tell by what the monitors remember whether the run has skipped several steps in a row by now."""
+    skips = monitors.get("skipped_steps", {}).get("consecutive_skips")
+    return isinstance(skips, int) and skips >= FEWEST_SKIPS_OF_A_ROW
 
 
 def recorded_versions() -> dict[str, str]:

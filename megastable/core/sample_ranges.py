@@ -29,3 +29,12 @@ def next_ranges(position: int, count: int, left_out: Sequence[SampleRange]) -> l
     if count:
         found.append((position, position + count))
     return found
+
+
+def num_taken(first: int, after: int, left_out: Sequence[SampleRange]) -> int:
+    """Count the positions from ``first`` to before ``after`` that are in none of ``left_out``; ranges may overlap."""
+    taken = 0
+    for begin, end in sorted(left_out):
+        taken += max(0, min(begin, after) - first)
+        first = max(first, end)
+    return taken + max(0, after - first)

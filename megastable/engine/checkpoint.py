@@ -6,7 +6,7 @@ by the rank that counts it; every rank reads what its own pieces have in common 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megastable.checkpoints.folder import complete_manifest, newest_complete, step_of
+from megastable.checkpoints.folder import complete_manifest, newest_complete
 from megastable.checkpoints.manifest import (
     FileRecord,
     LayoutRecord,
@@ -160,33 +160,41 @@ def load_newest(
     layout: ParallelLayout,
     seed: int,
     warn: Callable[[str], None],
+    why_not: Callable[[Manifest], str | None],
 ) -> Manifest | None:
     """Load the newest whole checkpoint of a lower step than ``before_step``, and return its manifest. Collective.
 
     Args:
         warn: is told of those that are passed over.
+        why_not: says why the run cannot go on from a checkpoint, the same on every rank; None where it can.
 
     Returns:
-        None where no checkpoint is whole.
+        None where there is none.
     """
+    passed_over: list[Path] = []
     while True:
-        folder = _chosen_by_rank_0(checkpoints, before_step, warn)
+        folder = _chosen_by_rank_0(checkpoints, before_step, passed_over, warn)
         if folder is None:
             return None
         manifest = complete_manifest(folder)
-        faults = shared_faults(folder, manifest)
-        if not faults:
-            load_checkpoint(folder, manifest, state, layout, seed)
-            return manifest
-        warn(f"{folder} is damaged: {', '.join(faults)}; falling back to an older checkpoint")
-        before_step = step_of(folder)
+        fault = why_not(manifest)
+        if fault is None:
+            fault = ", ".join(shared_faults(folder, manifest))
+            if not fault:
+                load_checkpoint(folder, manifest, state, layout, seed)
+                return manifest
+            fault = f"is damaged: {fault}"
+        warn(f"{folder} {fault}; falling back to an older checkpoint")
+        passed_over.append(folder)
 
 
-def _chosen_by_rank_0(checkpoints: Path, before_step: int, warn: Callable[[str], None]) -> Path | None:
+def _chosen_by_rank_0(
+    checkpoints: Path, before_step: int, passed_over: Sequence[Path], warn: Callable[[str], None]
+) -> Path | None:
     # A node may see the files of a shared folder late, and would choose another one.
     chosen: list[str | None] = [None]
     if dist.get_rank() == 0:
-        folder = newest_complete(checkpoints, warn, before_step, sane_loss=True)
+        folder = newest_complete(checkpoints, warn, before_step, passed_over, sane_loss=True)
         chosen[0] = None if folder is None else folder.name
     dist.broadcast_object_list(chosen, src=0)
     return None if chosen[0] is None else checkpoints / chosen[0]

@@ -10,6 +10,7 @@ from typing import Any
 
 from megastable.core.partition import imbalance
 from megastable.core.records import Event
+from megastable.core.sample_ranges import num_taken
 from megastable.monitors.monitor import Monitor, PlannedRun, Seen
 
 LARGEST_EXCESS = 0.5
@@ -57,26 +58,39 @@ class RampSteps(Monitor):
 class Epochs(Monitor):
     """Measures how often the training samples were read, and reports where an epoch ends.
 
-    It remembers nothing: the epoch follows from the position in the order of the samples.
+    The epoch follows from the position in the order of the samples. Which ones have ended is remembered, since an end
+    may lie among samples that are left out, and so between two steps.
     """
 
     metric_names = ("epoch",)
+    is_of_the_text = True
 
     def __init__(self, plan: PlannedRun) -> None:
         super().__init__(plan)
         self._epoch: float | None = None
+        self._completed: int | None = None
 
     def observe(self, seen: Seen) -> Iterator[Event]:
-        """Yield an event at the step that reads the last sample of an epoch."""
+        """Yield an event at the step that reads the last sample of an epoch, or the first one after its end."""
         samples = seen.samples_per_epoch
         if samples is None:
             return
         position = seen.state.data_position
+        batch_samples = seen.batch.global_batch_size
+        before = self._completed
+        if before is None:
+            before = (position - batch_samples) // samples
         self._epoch = position / samples
-        completed, of_next = divmod(position, samples)
-        if completed == (position - seen.batch.global_batch_size) // samples:
+        completed = position // samples
+        self._completed = completed
+        if completed == before:
             return
+        left_out = self.plan.run.megastable.training.skip_samples
+        # Those before the step are not its own, such as what a rollback has passed over.
+        of_next = min(batch_samples, num_taken(completed * samples, position, left_out))
         text = f"epoch {completed} is complete: each of the {samples:,} training samples was read {completed} times"
+        if seen.state.left_out_samples:
+            text += f", but for {seen.state.left_out_samples:,} that were left out"
         if of_next:
             # The order is another in every epoch, so that these may be among the step's first samples as well.
             text += f"; the last {of_next:,} of this step are of epoch {completed + 1}"
@@ -85,6 +99,14 @@ class Epochs(Monitor):
     def values(self) -> Mapping[str, float]:
         """Return the epochs read so far, such as 1.25."""
         return {} if self._epoch is None else {"epoch": self._epoch}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of epochs that have ended."""
+        return {"completed": self._completed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the epochs that have ended; an earlier version did not count them."""
+        self._completed = state.get("completed")
 
 
 class StageBalance(Monitor):

@@ -69,7 +69,8 @@ def host_copies(plan: RunPlan) -> HostCopies:
     """List the copies of the state that a run holds in host memory, and count their bytes."""
     settings = plan.run.megastable
     uses = []
-    if settings.checkpoint.asynchronous and settings.checkpoint.save_interval is not None:
+    if settings.checkpoint.asynchronous:
+        # Whatever the interval: a file may ask for a save.
         uses.append("a save in the background")
     if settings.stability.guard == "rollback":
         interval = settings.stability.snapshot_interval

@@ -122,6 +122,8 @@ def check_continues(
             warn(str(change))
         else:
             faults.append(f"  {change.key}: {change.old!r} in the checkpoint, {change.new!r} now; {fault}")
+    for text in _too_late(manifest, run):
+        warn(text)
     if faults:
         raise UserError("This run cannot continue the checkpoint:\n" + "\n".join(faults))
 
@@ -158,6 +160,21 @@ def changes(manifest: Manifest, run: RunConfig, layout: ParallelLayout) -> Itera
     if manifest.layout.data_parallel_size != layout.data_parallel_size:
         yield Change("data_parallel_size", manifest.layout.data_parallel_size, layout.data_parallel_size)
     yield from (Change(*difference) for difference in differences(_with_later_keys(manifest.run), run_as_dict(run)))
+
+
+def _too_late(manifest: Manifest, run: RunConfig) -> Iterator[str]:
+    """Say of every range of samples that the run file leaves out only now how much of it the run is past."""
+    sections: Any = manifest.run.get("megastable", {})
+    before = [tuple(each) for each in sections.get("training", {}).get("skip_samples", ())]
+    position = manifest.state.to_training_state().data_position
+    for first, after in run.megastable.training.skip_samples:
+        if (first, after) not in before and first < position:
+            how_much = "all" if after <= position else f"the first {position - first:,}"
+            yield (
+                f"megastable.training.skip_samples: the run is at sample {position:,} of the order already, past "
+                f"{how_much} of [{first}, {after}], and what it has read is not taken back; an older checkpoint is "
+                "before it"
+            )
 
 
 def _with_later_keys(old: dict[str, Any]) -> dict[str, Any]:
@@ -223,6 +240,8 @@ def events_of_resume(
     for change in (*changes(manifest, run, layout), _change_of_tokens(manifest, fingerprint)):
         if change is not None:
             yield event("changed", str(change), key=change.key, old=change.old, new=change.new)
+    for text in _too_late(manifest, run):
+        yield event("warning", text)
     if checkpoint.parent == own_folder:
         for newer in step_folders(own_folder):
             if step_of(newer) > state.step:

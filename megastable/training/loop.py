@@ -77,6 +77,7 @@ class TrainingLoop:
         state_bytes = num_state_bytes(engine.model_state.partitions)
         self._limit = TimeLimit(self._settings.training.time_limit or math.inf, state_bytes)
         self._last_eval_loss: float | None = None
+        self._snapshot_seconds: float | None = None
 
     def run(self, state: TrainingState) -> float | None:
         """Take every step from ``state`` to the end of the plan.
@@ -107,16 +108,16 @@ class TrainingLoop:
                 state = self._go_back(seen, events)
                 continue
             state = seen.state
-            self._guard.count_step(seen, _loss_of(evaluation))
+            self._snapshot_seconds = self._guard.count_step(seen, _loss_of(evaluation))
             self._limit.count_round(time.monotonic() - started)
             self._save_and_stop(seen, evaluation)
         self._finish()
         return self._last_eval_loss
 
     def _begin(self, state: TrainingState) -> None:
-        started = time.monotonic()
-        if self._guard.begin(state):
-            self._recorder.note(f"a copy of the state to go back to took {time.monotonic() - started:.3g} s")
+        self._snapshot_seconds = self._guard.begin(state)
+        if self._snapshot_seconds is not None:
+            self._recorder.note(f"a copy of the state to go back to took {self._snapshot_seconds:.3g} s")
         for switch in (self._paths.stop_switch, self._paths.save_switch):
             if self._recorder.take_switch(switch):
                 self._recorder.note(f"removed the file {switch}, which was there before the run began")
@@ -180,7 +181,7 @@ class TrainingLoop:
         self._recorder.record(
             StepMetrics.of(
                 self._plan, seen.state, seen.batch, seen.learning_rate, seen.result, evaluation,
-                self._monitors.values(), consistency_seconds,
+                self._monitors.values(), consistency_seconds, self._snapshot_seconds,
             )
         )  # fmt: skip
         for event in events:
@@ -226,10 +227,10 @@ class TrainingLoop:
         if not self._is_save_due(seen):
             self._checkpoints.save(seen.state, seen.result.loss, eval_loss=None)
         self._checkpoints.finish()
-        outcome = self._checkpoints.last
-        if outcome is None or outcome.fault is not None:
+        how_to_go_on = self._checkpoints.how_to_go_on()
+        if how_to_go_on is None:
             raise AskedToStopError(f"{stopped}; this step could not be saved", saved=False)
-        raise AskedToStopError(f"{stopped}; --resume goes on from {outcome.folder}", saved=True)
+        raise AskedToStopError(f"{stopped}; {how_to_go_on}", saved=True)
 
     def _finish(self) -> None:
         """Wait for the save of the last step.
@@ -285,9 +286,8 @@ class TrainingLoop:
         manifest = self._checkpoints.load_newest(self._engine.model_state, self._plan, seen.state.step)
         if manifest is None:
             return None
-        self._monitors.load_state_dict(manifest.monitors)
         state = returned(manifest.state.to_training_state(), seen.state)
-        self._guard.begin(state)
+        self._snapshot_seconds = self._guard.begin(state)
         return Returned(state, manifest.loss, manifest.eval_loss, "its checkpoint")
 
     def _training_data(self, batch: Batch, position: int) -> Iterator[MicroBatch] | None:

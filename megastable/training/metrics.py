@@ -69,6 +69,8 @@ class StepMetrics:
     layers: dict[str, dict[str, float]] | None = None
     consistency_seconds: float | None = None
     """What the comparison of copies took, where it was made."""
+    snapshot_seconds: float | None = None
+    """What the copy of the state to which a rollback returns took, where one was taken before the step."""
 
     @classmethod
     def of(
@@ -81,6 +83,7 @@ class StepMetrics:
         evaluation: Evaluation | None = None,
         monitored: Mapping[str, float] | None = None,
         consistency_seconds: float | None = None,
+        snapshot_seconds: float | None = None,
     ) -> StepMetrics:
         """Gather the values of the step that led to ``state``; ``monitored`` are those of the monitors."""
         seconds = result.step_seconds
@@ -112,6 +115,7 @@ class StepMetrics:
             eval_losses=None if evaluation is None else dict(evaluation.by_source) or None,
             monitored=monitored or {},
             consistency_seconds=consistency_seconds,
+            snapshot_seconds=snapshot_seconds,
             **watched,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -78,22 +79,24 @@ class GoodStates:
         self._sane_steps = 0
         self.good: KeptState | None = None
 
-    def take(self, state: TrainingState, loss: float | None = None, eval_loss: float | None = None) -> None:
-        """Copy the state as it is, on trial."""
+    def take(self, state: TrainingState, loss: float | None = None, eval_loss: float | None = None) -> float:
+        """Copy the state as it is, on trial, and return the seconds that it took."""
+        started = time.monotonic()
         snapshot = self._engine.snapshot(self._spare)
         self._spare = None
         self._on_trial = KeptState(state, snapshot, self._monitors.state_dict(), loss, eval_loss)
         self._sane_steps = 0
+        return time.monotonic() - started
 
-    def count_step(self, seen: Seen, eval_loss: float | None, is_sane: bool) -> None:
-        """Take in how a step has ended."""
+    def count_step(self, seen: Seen, eval_loss: float | None, is_sane: bool) -> float | None:
+        """Take in how a step has ended, and return the seconds of a copy; None where none was due."""
         if not is_sane:
             self.drop_trial()
-            return
+            return None
         # An overflow is how a loss scale finds its value, and a batch without labels is nothing: neither tells of harm,
         # and neither proves that there is none.
         if seen.result.skipped:
-            return
+            return None
         self._sane_steps += 1
         if self._on_trial is not None and self._sane_steps >= CONFIRMED_AFTER_STEPS:
             if self.good is not None:
@@ -102,8 +105,9 @@ class GoodStates:
             self._on_trial = None
         # Without a good state the run could not go back: a new trial begins at once.
         is_due = self.good is None or seen.state.step % self._interval == 0
-        if self._on_trial is None and is_due:
-            self.take(seen.state, seen.result.loss, eval_loss)
+        if self._on_trial is not None or not is_due:
+            return None
+        return self.take(seen.state, seen.result.loss, eval_loss)
 
     def drop_trial(self) -> None:
         """Forget the state on trial: harm was seen before it proved good."""
@@ -125,12 +129,9 @@ class Guard:
         if settings.guard == "rollback":
             self._states = GoodStates(engine, monitors, settings.snapshot_interval)
 
-    def begin(self, state: TrainingState) -> bool:
-        """Copy the state that the run starts from, and tell whether this policy wants that."""
-        if self._states is None:
-            return False
-        self._states.take(state)
-        return True
+    def begin(self, state: TrainingState) -> float | None:
+        """Copy the state that the run starts from, and return the seconds; None where this policy wants no copy."""
+        return None if self._states is None else self._states.take(state)
 
     def begin_step(self) -> None:
         """Forget the judgements of the step before."""
@@ -155,11 +156,16 @@ class Guard:
             verdict = max(verdict, DEEDS[self._settings.guard].get(Verdict.STOP, Verdict.STOP))
         return verdict
 
-    def count_step(self, seen: Seen, eval_loss: float | None) -> None:
-        """Take in how a step has ended, and copy the state where that is due; collective."""
-        if self._states is not None:
-            is_sane = not self._judgements and not self._monitors.suspects_harm
-            self._states.count_step(seen, eval_loss, is_sane)
+    def count_step(self, seen: Seen, eval_loss: float | None) -> float | None:
+        """Take in how a step has ended, and copy the state where that is due; collective.
+
+        Returns:
+            The seconds of the copy; None where there was none.
+        """
+        if self._states is None:
+            return None
+        is_sane = not self._judgements and not self._monitors.suspects_harm
+        return self._states.count_step(seen, eval_loss, is_sane)
 
     def why_not_back(self, state: TrainingState) -> str | None:
         """Say why the run cannot go back any more; None where it can."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from megastable.checkpoints.folder import complete_manifest, newest_complete, step_folders
+from megastable.checkpoints.manifest import Manifest
 from megastable.config import RunConfig
 from megastable.config.run_config import run_as_dict
 from megastable.core.errors import RunFolderError, UserError
@@ -123,12 +124,18 @@ def _free_name(path: Path) -> Path:
     return aside
 
 
-def checkpoint_to_resume(folder: RunFolder, auto: bool, warn: Callable[[str], None]) -> Path | None:
-    """Find the newest complete checkpoint of the run folder.
+def checkpoint_to_resume(
+    folder: RunFolder,
+    auto: bool,
+    warn: Callable[[str], None],
+    is_finished: Callable[[Manifest], bool] = Manifest.is_at_its_end,
+) -> Path | None:
+    """Find the newest complete checkpoint of the run folder that a run can go on from.
 
     Args:
         auto: where none was ever written, the run starts from step 0.
         warn: is told of checkpoints that are passed over, and of a start over the lines of an earlier one.
+        is_finished: tells whether no step would follow a checkpoint.
 
     Returns:
         The checkpoint; None for a start from step 0.
@@ -136,7 +143,7 @@ def checkpoint_to_resume(folder: RunFolder, auto: bool, warn: Callable[[str], No
     Raises:
         UserError: no checkpoint is complete.
     """
-    found = newest_complete(folder.checkpoints, warn)
+    found = newest_complete(folder.checkpoints, warn, is_finished=is_finished)
     if found is not None:
         return found
     if step_folders(folder.checkpoints):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from megastable.checkpoints.manifest import Manifest
+from megastable.checkpoints.manifest import Manifest, in_skips
+from megastable.core.errors import UserError
 from megastable.core.records import Event, TrainingState
 from megastable.engine.checkpoint import RunRecord, load_newest
 from megastable.engine.checkpoint_writer import CheckpointWriter, SaveOutcome
@@ -14,6 +16,7 @@ from megastable.engine.model_state import ModelState
 from megastable.engine.progress import Progress
 from megastable.monitors import Monitors
 from megastable.planning.run_plan import RunPlan
+from megastable.training.continuation import reads_the_same
 from megastable.training.recorder import Recorder, SilentRecorder
 
 
@@ -79,14 +82,32 @@ class Checkpoints:
             return self._writer.abandon_after(step)
 
     def load_newest(self, state: ModelState, plan: RunPlan, before_step: int) -> Manifest | None:
-        """Load the newest checkpoint of this run that is whole, and return its manifest; None without one. Collective.
+        """Load the newest checkpoint that the run can go back to, with what the monitors remember. Collective.
 
         Args:
             before_step: look only at checkpoints of lower steps.
+
+        Returns:
+            Its manifest; None where there is none.
         """
         seed = plan.run.megastable.training.seed
+        why_not = partial(_why_not_on_this_layout, plan)
         with self._progress.at_length("going back to a checkpoint"):
-            return load_newest(self._writer.checkpoints, before_step, state, plan.layout, seed, self._recorder.note)
+            manifest = load_newest(
+                self._writer.checkpoints, before_step, state, plan.layout, seed, self._recorder.note, why_not
+            )
+        if manifest is not None:
+            is_same_text = reads_the_same(manifest, plan.run, self._corpus_fingerprint)
+            self._monitors.load_state_dict(manifest.monitors, is_same_text)
+        return manifest
+
+    def how_to_go_on(self) -> str | None:
+        """Say what a resume does with the last save; None where it has failed, or nothing was saved."""
+        if self.last is None or self.last.fault is not None:
+            return None
+        if in_skips(self._monitors.state_dict()):
+            return f"{self.last.folder} was saved in a row of skipped steps: --resume takes an older one where it can"
+        return f"--resume goes on from {self.last.folder}"
 
     def _show(self, outcome: SaveOutcome) -> None:
         consumed_samples = self._consumed_samples.pop(outcome.step)
@@ -99,3 +120,13 @@ class Checkpoints:
         text = f"no checkpoint of step {outcome.step}: {outcome.fault}"
         data = {"checkpoint": str(outcome.folder), "fault": outcome.fault}
         self._recorder.record_event(Event(outcome.step, consumed_samples, "save_failed", text, data))
+
+
+def _why_not_on_this_layout(plan: RunPlan, manifest: Manifest) -> str | None:
+    """Say why the run cannot go on from a checkpoint that is older than its own start; None where it can."""
+    # Only the batches that were left at the start had to divide; before that the run may have had another layout.
+    try:
+        RunPlan.of(plan.run, plan.layout.world_size, manifest.state.to_training_state())
+    except UserError as error:
+        return f"is of earlier batches, which this layout cannot take: {error}"
+    return None

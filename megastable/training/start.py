@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from megastable.checkpoints.folder import newest_complete, step_of
+from megastable.checkpoints.folder import newest_complete
 from megastable.checkpoints.manifest import Manifest, read_manifest
 from megastable.config import RunConfig, load_run_file
 from megastable.core.errors import UserError
@@ -51,7 +51,7 @@ class Start:
         plan: of what is left of the run.
         checkpoint: a complete one that has been checked against the run; None for fresh weights.
         manifest: its manifest.
-        older: returns the start from the next older checkpoint, given what is wrong with the files of this one.
+        older: returns the start from another checkpoint, given what is wrong with the files of this one.
         allowed_changes: keys that are fixed by habit, and may differ from the checkpoint's.
     """
 
@@ -74,7 +74,7 @@ def find_start(request: RunRequest, launch: Launch, folder: RunFolder, warn: Cal
         NothingLeftError: the checkpoint is at the end of the run.
     """
     _check_request(request)
-    return _start_from(_find_checkpoint(request, launch, folder, warn), request, launch, folder, warn)
+    return _start_from(_find_checkpoint(request, launch, folder, warn), (), request, launch, folder, warn)
 
 
 def _check_request(request: RunRequest) -> None:
@@ -98,7 +98,7 @@ def _find_checkpoint(
 ) -> Path | None:
     """Find the checkpoint that the run starts from; None for fresh weights."""
     if request.resume:
-        found = checkpoint_to_resume(folder, request.resume == "auto", warn)
+        found = checkpoint_to_resume(folder, request.resume == "auto", warn, partial(_is_finished, request, launch))
         if found is not None:
             return found
     elif launch.rank == 0:  # the others may look when rank 0 has begun to fill the folder
@@ -108,10 +108,26 @@ def _find_checkpoint(
     return None
 
 
+def _is_finished(request: RunRequest, launch: Launch, manifest: Manifest) -> bool:
+    """Tell whether the run as its file is now has taken all its steps at a checkpoint."""
+    state = manifest.state.to_training_state()
+    run = load_run_file(request.run_file, request.overrides, launch.world_size, state)
+    return not run.megastable.training.goes_on(state.step, state.consumed_samples)
+
+
 def _start_from(
-    checkpoint: Path | None, request: RunRequest, launch: Launch, folder: RunFolder, warn: Callable[[str], None]
+    checkpoint: Path | None,
+    damaged: Sequence[Path],
+    request: RunRequest,
+    launch: Launch,
+    folder: RunFolder,
+    warn: Callable[[str], None],
 ) -> Start:
-    """Plan the run from where it starts: all of it, or what a checkpoint leaves."""
+    """Plan the run from where it starts: all of it, or what a checkpoint leaves.
+
+    Args:
+        damaged: checkpoints that were to be started from, and are not whole.
+    """
     manifest = None if checkpoint is None else read_manifest(checkpoint)
     state = FRESH if manifest is None else manifest.state.to_training_state()
     run = load_run_file(request.run_file, request.overrides, launch.world_size, state)
@@ -123,32 +139,36 @@ def _start_from(
             raise NothingLeftError(all_done)
     run = with_chosen_micro_batches(run, launch.world_size, state)
     plan = RunPlan.of(run, launch.world_size, state)
-    older = partial(_older_start, checkpoint, request, launch, folder, warn)
+    older = partial(_older_start, checkpoint, damaged, request, launch, folder, warn)
     return Start(plan, checkpoint, manifest, older, request.allowed_changes)
 
 
 def _older_start(
-    damaged: Path | None,
+    checkpoint: Path | None,
+    damaged: Sequence[Path],
     request: RunRequest,
     launch: Launch,
     folder: RunFolder,
     warn: Callable[[str], None],
     faults: list[str],
 ) -> Start:
-    """Start from the checkpoint before a damaged one, where the run itself chose that.
+    """Start from another checkpoint than one that is damaged, where the run itself chose that.
 
     Raises:
         UserError: ``--load`` has named it, or there is no older one.
     """
-    assert damaged is not None
-    what = f"{damaged} is damaged: {', '.join(faults)}"
-    if damaged.parent != folder.checkpoints:
+    assert checkpoint is not None
+    what = f"{checkpoint} is damaged: {', '.join(faults)}"
+    if checkpoint.parent != folder.checkpoints:
         raise UserError(f"--load: {what}")
     warn(f"{what}; falling back to an older checkpoint")
-    found = newest_complete(folder.checkpoints, warn, before_step=step_of(damaged))
+    damaged = (*damaged, checkpoint)
+    # Among all of them once more: a newer one that was passed over for this one may be all there is.
+    is_finished = partial(_is_finished, request, launch)
+    found = newest_complete(folder.checkpoints, warn, passed_over=damaged, is_finished=is_finished)
     if found is None:
         raise UserError(f"--resume: there is no whole checkpoint in {folder.checkpoints}, only damaged ones")
-    return _start_from(found, request, launch, folder, warn)
+    return _start_from(found, damaged, request, launch, folder, warn)
 
 
 def _continuing(

@@ -171,3 +171,35 @@ def test_without_a_copy_in_memory_the_newest_whole_checkpoint_is_gone_back_to(tm
     assert "to step 28, from its checkpoint" in event["text"]
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, NUM_STEPS + 1))
     assert metrics(tmp_path / "run")[28]["data_position"] == 32 * BATCH
+    assert any("snapshot_seconds" in row for row in metrics(tmp_path / "run")[:SNAPSHOT_INTERVAL])
+
+
+def feed_garbage_and_stop(begin: int, after: int, switch: str) -> None:
+    """Feed garbage, and ask for a stop once it is read."""
+    feed_garbage(begin, after)
+    with_garbage = vars(loop)["training_micro_batches"]
+
+    def stopping(dataset: Any, order: Any, batch: Any, position: int, *rest: Any) -> Iterator[Any]:
+        if position >= begin + 2 * BATCH:
+            Path(switch).touch()
+        return with_garbage(dataset, order, batch, position, *rest)
+
+    setattr(loop, "training_micro_batches", stopping)  # noqa: B010  # loop does not export it
+
+
+def test_a_stop_in_a_row_of_skips_says_what_a_resume_takes_and_a_finished_run_is_finished(tmp_path: Path) -> None:
+    file = run_file(tmp_path, "skip", **ONE_STAGE)
+    run_dir = tmp_path / "run"
+    words = train_command([], file, run_dir, "--set", "megastable.checkpoint.save_interval=10")
+    stopped = run_script(
+        words, first=feed_garbage_and_stop, begin=GARBAGE_AT, after=10**9, switch=str(run_dir / "STOP")
+    )
+    assert stopped.exit_codes == [75] and "was saved in a row of skipped steps" in stopped.output, stopped.output
+    resumed = run(file, run_dir, "--resume", begin=(NUM_STEPS - 2) * BATCH, after=10**9)
+    assert resumed.exit_codes == [0], resumed.output
+    assert metrics(run_dir)[30]["step"] == 31 and not metrics(run_dir)[30]["vetoed"]
+    assert [row["step"] for row in metrics(run_dir) if row["vetoed"]] == [NUM_STEPS - 1, NUM_STEPS]
+    # It ended in skips, too; but no step is left that could be skipped.
+    again = run(file, run_dir, "--resume")
+    assert again.exit_codes == [0] and len(metrics(run_dir)) == NUM_STEPS, again.output
+    assert "older checkpoint" not in again.output

@@ -19,7 +19,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 TIMED = {
     "step_seconds", "tokens_per_second", "tflops_per_device", "hardware_tflops_per_device", "slowest_rank",
-    "slowest_rank_share", "stage_busy_seconds", "host_memory_gib", "consistency_seconds",
+    "slowest_rank_share", "stage_busy_seconds", "host_memory_gib", "consistency_seconds", "snapshot_seconds",
 }  # fmt: skip
 """Metrics that differ between two runs of the same steps."""
 

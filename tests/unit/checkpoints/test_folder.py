@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megastable.checkpoints.folder import (
     DAMAGED_SUFFIX,
@@ -24,6 +27,7 @@ from megastable.checkpoints.folder import (
     publish,
     step_folders,
 )
+from megastable.checkpoints.listing import look_at, newest_complete_of
 from megastable.checkpoints.manifest import MANIFEST_NAME
 from megastable.core.errors import UserError
 from tests.unit.checkpoints.checkpoint_examples import FIRST, make_checkpoint, make_partial, manifest_of
@@ -242,4 +246,27 @@ def test_a_checkpoint_of_a_run_in_trouble_is_passed_over_where_there_is_another(
     make_checkpoint(tmp_path, 10)
     expected = tmp_path / folder_name(10) if is_passed_over else newest
     assert newest_complete(tmp_path, warnings.append, sane_loss=sane_loss) == expected
-    assert len(warnings) == 2 * is_passed_over
+    # Alone it is looked past and taken all the same.
+    assert len(warnings) == 3 * is_passed_over
+
+
+@settings(deadline=None, max_examples=30)
+@given(in_skips=st.lists(st.booleans(), min_size=1, max_size=4), damaged=st.sets(st.integers(0, 3)))
+def test_a_resume_takes_what_the_listing_says_and_no_damage_hides_one_that_can_be_taken(
+    in_skips: list[bool], damaged: set[int]
+) -> None:
+    with tempfile.TemporaryDirectory() as path:
+        checkpoints = Path(path)
+        steps = [10 * (number + 1) for number in range(len(in_skips))]
+        for step, skips in zip(steps, in_skips, strict=True):
+            make_checkpoint(checkpoints, step, monitors={"skipped_steps": {"consecutive_skips": 2 * skips}})
+        whole = [number for number in range(len(steps)) if number not in damaged]
+        passed_over = [checkpoints / folder_name(steps[number]) for number in damaged if number < len(steps)]
+        taken = newest_complete(checkpoints, lambda text: None, passed_over=passed_over)
+        good = [number for number in whole if not in_skips[number]]
+        expected = max(good or whole, default=None)
+        assert taken == (None if expected is None else checkpoints / folder_name(steps[expected]))
+        for folder in passed_over:
+            (folder / MANIFEST_NAME).unlink()
+        listed = newest_complete_of([look_at(checkpoints / folder_name(step)) for step in steps])
+        assert (None if listed is None else listed.path) == taken

@@ -358,6 +358,20 @@ def test_the_end_of_every_epoch_is_an_event_and_the_epoch_a_metric(samples: int,
         completed = now
 
 
+def test_an_epoch_that_ends_among_samples_that_are_left_out_is_told_once() -> None:
+    monitors = monitors_of()
+    result = StepResult(loss=5.7, grad_norm=1.0, loss_scale=1.0, skipped=False, step_seconds=1.0)
+    state = TrainingState().advance(Batch(4, 1, 4), result, 16)
+    told = []
+    for left_out in (0, 6, 0, 0):  # of 12 samples: the steps end at positions 8, 18, 22 and 26
+        state = state.advance(Batch(4, 1, 4), result, 16, left_out)
+        events = monitors.observe(Seen(state, Batch(4, 1, 4), LEARNING_RATE, result, 12))
+        told += [(event.step, event.data["completed"], event.text) for event in events if event.kind == "epoch"]
+        monitors.load_state_dict(monitors.state_dict())
+    assert [(step, completed) for step, completed, _ in told] == [(3, 1), (5, 2)]
+    assert "but for 6 that were left out" in told[0][2]
+
+
 def test_where_the_data_are_not_known_there_is_no_epoch() -> None:
     monitors = monitors_of()
     assert "epoch" not in kinds(monitors.observe(seen(1)))

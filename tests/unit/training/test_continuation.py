@@ -307,6 +307,21 @@ def test_tokens_decide_and_another_text_is_allowed_by_name(allowed: list[str]) -
 # What is said
 
 
+@pytest.mark.parametrize(
+    ("skipped", "says"),
+    [([[40, 60]], "past all of [40, 60]"), ([[90, 120]], "past the first 10 of"), ([[100, 120]], None)],
+)
+def test_samples_that_are_left_out_too_late_are_told_by_name(skipped: list[list[int]], says: str | None) -> None:
+    manifest = saved(tiny_run())
+    now = tiny_run(megastable__training__skip_samples=skipped)
+    told = [line for line in warnings_of(manifest, now) if line.startswith("megastable.training.skip_samples: the run")]
+    assert len(told) == (says is not None)
+    assert says is None or says in told[0]
+    # Left out from before, they were.
+    before = saved(tiny_run(megastable__training__skip_samples=skipped))
+    assert not any("the run is at sample" in line for line in warnings_of(before, now))
+
+
 def test_a_resume_is_an_event_and_so_is_all_that_changed(tmp_path: Path) -> None:
     manifest = saved(tiny_run())
     checkpoint = tmp_path / "step_00000010"

@@ -39,7 +39,7 @@ RUN: dict[str, Any] = {
 TWO_REPLICAS: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
 """Four processes, of which each replica has as many micro-batches as the one replica of two processes."""
 FP16: dict[str, Any] = {
-    "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 50},
+    "fp16": {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 100},
     "megastable.training.fp16_on_cpu": True,
 }
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}

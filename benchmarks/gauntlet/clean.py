@@ -1,4 +1,4 @@
-"""Ten clean runs of 300 steps, of different seeds, ramps, precisions and layouts, in which nobody may raise an alarm."""
+"""Ten clean runs of 300 steps, of different seeds, ramps, precisions and layouts: nobody may raise an alarm."""
 
 from __future__ import annotations
 

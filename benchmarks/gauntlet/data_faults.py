@@ -23,7 +23,7 @@ Read = Callable[[int], Iterator[Any]]
 
 
 def _with_tokens(read: Read, position: int, make: Callable[[Tensor, int], Tensor]) -> Iterator[Any]:
-    """Yield the micro-batches of a step with other tokens, (micro-batch, seq + 1), the same on the first and last stage."""
+    """Yield the micro-batches of a step with other tokens, (micro-batch, seq + 1), alike on first and last stage."""
     for number, (ids, (labels, denominator)) in enumerate(read(position)):
         tokens = make(torch.cat([ids, labels[:, -1:]], dim=1), position + number)
         yield tokens[:, :-1].contiguous(), (tokens[:, 1:].contiguous(), denominator)

@@ -40,7 +40,7 @@ class Played:
 
     @property
     def first_exit_code(self) -> int | None:
-        """Return how the first start has ended: with the highest code of a rank, and None where one had to be killed."""
+        """Return the highest exit code of a rank of the first start; None where one had to be killed."""
         codes = self.exit_codes[0]
         return None if self.had_to_be_killed else max((code for code in codes if code is not None), key=abs)
 

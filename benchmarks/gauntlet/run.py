@@ -56,8 +56,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="NAME,NAME", help=f"some of the scenarios: {', '.join(SCENARIOS)}")
     parser.add_argument("--clean", action="store_true", help=f"the clean runs of {CLEAN_STEPS} steps instead")
-    parser.add_argument("--alone", action="store_true", help="leave out no guard and OLMo-core's rule: a third of the time")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="a new file for the scores; the table (.md) beside it")
+    parser.add_argument(
+        "--alone", action="store_true", help="leave out no guard and OLMo-core's rule: a third of the time"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="a new file for the scores; the table (.md) beside it"
+    )
     parser.add_argument(
         "--start-limit", type=float, default=LIMIT_SECONDS, metavar="SECONDS",
         help=f"a start that takes longer is ended, and its scenario missed ({LIMIT_SECONDS:g})",

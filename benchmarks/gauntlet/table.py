@@ -48,7 +48,7 @@ def _loss(loss: float | None) -> str:
 
 
 def _compared(row: dict[str, Any], key: str) -> str:
-    return _loss(row[key]) if row["compared"] else "–"
+    return _loss(row[key]) if row["compared"] else "-"
 
 
 def clean_markdown(rows: Sequence[dict[str, Any]]) -> str:

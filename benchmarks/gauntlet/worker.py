@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 
-
 def write_order(place: Path, scenario: str | None, skip_step: bool) -> None:
     """Leave word for the ranks whose folder will be ``place``."""
     _order(place).write_text(json.dumps({"scenario": scenario, "skip_step": skip_step}), encoding="utf-8")

@@ -65,7 +65,7 @@ SCENARIOS = (
         "in the run", inject=slow_rank, world_size=4, changes=TWO_REPLICAS, compares=False,
     ),
     Scenario(
-        "memory_leak", "a rank that leaks 4 MiB a step", LEAK_FROM, r"^warning: .*memory", r"^warning: rank 1 ",
+        "memory_leak", "a rank that leaks 4 MiB a step", LEAK_FROM, r"^warning: .*memory", r"^warning: rank 1 .*memory",
         "in the run", inject=leak, compares=False,
     ),
     Scenario(

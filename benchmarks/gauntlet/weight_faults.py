@@ -138,10 +138,12 @@ MATH: dict[str, object] = {"megastable.model.attention": "math"}
 SCENARIOS = (
     Scenario(
         "attention_overflow", "attention logits pass 65,504 in fp16", FAULT_AT, r"^(overflow|culprit|stop)",
-        r"(culprit|max_attention_logit).*block_1\b", "in the run", inject=attention_overflow, changes={**FP16, **MATH},
+        r"^(culprit|warning: max_\w+ of|stop).*block_1\b", "in the run", inject=attention_overflow,
+        changes={**FP16, **MATH},
     ),
     Scenario(
-        "nan_weight", "NaN in one weight of stage 1", FAULT_AT, r"^(skip|culprit)", r"culprit.*block_2\b", "in the run",
+        "nan_weight", "NaN in one weight of stage 1", FAULT_AT, r"^(skip|culprit)",
+        r"^(culprit|warning: max_activation of|stop).*block_2\b", "in the run",
         inject=nan_weight,
     ),
     Scenario(

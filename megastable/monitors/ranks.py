@@ -12,7 +12,7 @@ from megastable.core.records import Event
 from megastable.monitors.monitor import Monitor, PlannedRun, Seen
 
 SLOW_LOOKS = 5
-"""Looks whose middle counts: on a shared machine a single one says little."""
+"""Looks in a row: on a shared machine a single one says little."""
 SLOW_FACTOR = 2.0
 GROWN_LOOKS = 8
 LEAST_GROWTH = 0.02
@@ -20,7 +20,7 @@ LEAST_GROWTH = 0.02
 
 
 class SlowRanks(Monitor):
-    """Warns of a rank whose passes take far longer than those of its peers, in the middle of the last looks.
+    """Warns of a rank whose passes take far longer than those of its peers, at look after look.
 
     Peers are the other ranks of its stage, which do the very same work. Where it has none, they are all other ranks,
     and times count by the operations of their stages. It remembers nothing over a resume: the processes are others.
@@ -49,16 +49,17 @@ class SlowRanks(Monitor):
             peers = [busy[peer] * self._costs[rank] / max(self._costs[peer], 1) for peer in self._peers[rank]]
             of_peers = statistics.median(peers)
             factors.append(busy[rank] / max(of_peers, 1e-9))
-            factor = statistics.median(factors)
+            factor = min(factors)
             if len(factors) < SLOW_LOOKS or factor < SLOW_FACTOR:
                 self._told.discard(rank)
             elif rank not in self._told:
                 self._told.add(rank)
                 text = (
-                    f"{self.plan.layout.describe(rank)} takes {factor:.1f} times as long for its passes as its peers, "
-                    f"in the middle of the last {SLOW_LOOKS} looks, and all wait for it: its device is slow or shared"
+                    f"{self.plan.layout.describe(rank)} took {statistics.median(factors):.1f} times as long for its "
+                    f"passes as its peers, and at least {factor:.1f} times at each of the last {SLOW_LOOKS} looks; all "
+                    "wait for it: its device is slow or shared"
                 )
-                yield seen.event("warning", text, rank=rank, factor=factor)
+                yield seen.event("warning", text, rank=rank, factor=statistics.median(factors))
 
 
 class MemoryGrowth(Monitor):

@@ -16,7 +16,7 @@ from megastable.core.batch_rampup import Batch
 from megastable.core.records import Candidate, Judgement, StepResult, TrainingState, Verdict
 from megastable.core.robust import WindowOfBatches
 from megastable.monitors import Monitors
-from megastable.monitors.course import FEWEST_STEPS, SMOOTHED_STEPS, Divergence, Spikes
+from megastable.monitors.course import FALLEN_STEPS, FEWEST_STEPS, SMOOTHED_STEPS, Divergence, Falls, Spikes
 from megastable.monitors.monitor import Monitor, Seen
 from megastable.planning.run_plan import RunPlan
 from tests.support.tiny_run import tiny_run
@@ -221,3 +221,39 @@ def test_nothing_is_lost_on_a_resume(kind: type[Monitor], seed: int, at: int) ->
     observe(resumed, *steps[at:])
     assert json.dumps(resumed.state_dict()) == json.dumps(whole.state_dict())
     assert judge(resumed, 9.0, 50.0) == judge(whole, 9.0, 50.0)
+
+
+# Falls
+
+
+@quick
+@given(seed=st.integers(0, 2**32))
+def test_a_loss_that_falls_as_losses_do_is_not_judged(seed: int) -> None:
+    monitor = Falls(plan_of())
+    for each in noisy(seed, 200):
+        assert judge(monitor, each.result.loss) == []
+        observe(monitor, each)
+
+
+@quick
+@given(seed=st.integers(0, 2**32), depth=st.floats(0.7, 3.0))
+def test_a_loss_that_stays_far_below_is_judged_at_its_fourth_step(seed: int, depth: float) -> None:
+    monitor = Falls(plan_of())
+    observe(monitor, *noisy(seed, 150))
+    low = 3.67 - 1.5 - depth
+    for number in range(1, FALLEN_STEPS + 1):
+        judged = judge(monitor, low)
+        assert [each.kind for each in judged] == ["fall"] * (number == FALLEN_STEPS)
+        resumed = Falls(plan_of())
+        resumed.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
+        monitor = resumed
+        observe(monitor, step(low))
+        assert monitor.suspects_harm
+
+
+def test_a_single_easy_batch_is_not_judged() -> None:
+    monitor = Falls(plan_of())
+    for number, each in enumerate(noisy(1, 150)):
+        loss = 0.1 if number > 50 and number % FALLEN_STEPS == 0 else each.result.loss
+        assert judge(monitor, loss) == []
+        observe(monitor, step(loss))

@@ -15,8 +15,8 @@ SLOW_LOOKS = 5
 """Looks in a row: on a shared machine a single one says little."""
 SLOW_FACTOR = 2.0
 GROWN_LOOKS = 8
-LEAST_GROWTH = 0.02
-"""Over ``GROWN_LOOKS`` looks, as a share of what the process held at the first of them."""
+LEAST_GROWTH = 0.0025
+"""From look to look, as a share of what the process holds: a little comes with every few steps, and a lot once."""
 
 
 class SlowRanks(Monitor):
@@ -86,8 +86,8 @@ class MemoryGrowth(Monitor):
             return
         for rank, held in enumerate(self._held):
             held.append(watched.rank_host_memory_gib[rank])
-            grows = all(after > before for before, after in pairwise(held))
-            if len(held) < GROWN_LOOKS or not grows or held[-1] < (1 + LEAST_GROWTH) * held[0]:
+            grows = all(after > (1 + LEAST_GROWTH) * before for before, after in pairwise(held))
+            if len(held) < GROWN_LOOKS or not grows:
                 self._told.discard(rank)
             elif rank not in self._told:
                 self._told.add(rank)

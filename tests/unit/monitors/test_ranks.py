@@ -71,6 +71,7 @@ def test_a_rank_that_leaks_is_named_once(rank: int, mib: float) -> None:
     [
         pytest.param([0.3, 0.5, *[0.6] * 20], id="comes to its size"),
         pytest.param([0.4 + 1e-5 * number for number in range(40)], id="grows by next to nothing"),
+        pytest.param([0.4 + 1e-4 * number + (number > 20) for number in range(40)], id="grows once"),
         pytest.param([0.4 + 0.1 * (number // 5) for number in range(20)], id="grows in steps, as with a ramp"),
     ],
 )

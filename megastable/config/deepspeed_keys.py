@@ -82,6 +82,11 @@ class Fp16Config(Section):
         default=1, ge=1, le=2**LARGEST_SCALE_POWER, description="The dynamic loss scale never falls below this."
     )
 
+    def can_fall(self, scale: float) -> bool:
+        """Tell whether an overflow may be ended by a lower loss scale than ``scale``."""
+        is_dynamic = self.enabled and self.loss_scale == 0  # 0 is DeepSpeed's word for a dynamic scale
+        return is_dynamic and scale > self.min_loss_scale
+
 
 class Bf16Config(Section):
     """bfloat16 training. Neither this nor fp16 enabled means float32."""

@@ -107,6 +107,29 @@ class StepResult:
 
 
 @dataclass(frozen=True)
+class Culprit:
+    """The first value of a step that is not finite, in the order in which values depend on each other."""
+
+    origin: str
+    """``weights``, ``data``, ``forward`` or ``backward``: where it came up."""
+    layer: str
+    """As in ``block_3``; of data ``token ids`` or ``labels``."""
+    module: str
+    """Inside of the layer, as in ``attention.output``; empty where it is the layer itself."""
+    tensor: str
+    """What it is of the module, as in ``output``."""
+    num_bad: int
+    num_elements: int
+    """Of the tensor, on this rank."""
+    rank: int
+    stage: int
+    replica: int
+    tensor_rank: int
+    micro_batch: int | None
+    """Of those of the replica, counted from 0; None where it was there before all of them."""
+
+
+@dataclass(frozen=True)
 class Rollback:
     """A return to an earlier state."""
 

@@ -9,6 +9,7 @@ from megastable.data.micro_batches import (
     evaluation_micro_batches,
     has_tokens_to_learn,
     num_evaluation_micro_batches,
+    samples_at,
     training_micro_batches,
 )
 from megastable.data.sample_order import SampleOrder
@@ -25,5 +26,6 @@ __all__ = [
     "has_tokens_to_learn",
     "num_evaluation_micro_batches",
     "prepare_corpus",
+    "samples_at",
     "training_micro_batches",
 ]

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from megastable.core.batch_rampup import Batch
 from megastable.core.sample_ranges import SampleRange, next_ranges
@@ -49,18 +48,20 @@ def training_micro_batches(
     if rows_per_round * batch.num_microbatches != batch.global_batch_size:
         raise ValueError(f"{batch} does not multiply out over {num_replicas} replicas")
     # All replicas compute the whole step's samples, which are few, and read only their own.
-    positions = _positions(next_ranges(position, batch.global_batch_size, left_out))  # (global batch,)
-    samples = order(positions).tolist()
+    samples = samples_at(order, next_ranges(position, batch.global_batch_size, left_out))
     return _share(dataset, samples, batch.micro_batch_size, replica, num_replicas)
 
 
 def has_tokens_to_learn(dataset: Samples, order: Order, ranges: Sequence[SampleRange]) -> bool:
     """Tell whether any label of the samples at these positions of the order counts; the same on every rank."""
-    return any(dataset.valid_tokens(sample) > 0 for sample in order(_positions(ranges)).tolist())
+    return any(dataset.valid_tokens(sample) > 0 for sample in samples_at(order, ranges))
 
 
-def _positions(ranges: Sequence[SampleRange]) -> npt.NDArray[np.int64]:
-    return np.concatenate([np.arange(first, after) for first, after in ranges])  # (samples,)
+def samples_at(order: Order, ranges: Sequence[SampleRange]) -> list[int]:
+    """Return the samples at these positions of the order."""
+    positions = np.concatenate([np.arange(first, after) for first, after in ranges])  # (samples,)
+    samples: list[int] = order(positions).tolist()
+    return samples
 
 
 def evaluation_micro_batches(

@@ -6,6 +6,8 @@ it was taken at, or which is written to a checkpoint while the run goes on. The 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +116,18 @@ class ModelState:
             return
         for name in SCALER_POSITION:
             setattr(scaler, name, loss_scaler[name])
+
+    @contextlib.contextmanager
+    def at_loss_scale(self, scale: float) -> Iterator[None]:
+        """Compute with another loss scale for a while, where it is dynamic."""
+        scaler = self._dynamic_scaler()
+        if scaler is None:
+            yield
+            return
+        present = scaler.cur_scale
+        scaler.cur_scale = scale
+        yield
+        scaler.cur_scale = present
 
     def weights_follow_masters(self) -> None:
         """Round the masters to the weights that are computed with, on all replicas; collective."""

@@ -100,11 +100,16 @@ class GptPipeline(PipelineModule):
         """Map this rank's parameters to their names in the whole model, which begin with that of their layer."""
         return {parameter: self._whole_name(name) for name, parameter in self.named_parameters()}
 
+    def module_names(self) -> dict[nn.Module, str]:
+        """Map the modules of this rank's stage to their names in the whole model, layers first and what is in them."""
+        names = {name: module for name, module in self.named_modules() if name not in ("", "tied_modules")}
+        return {module: self._whole_name(name) for name, module in names.items()}
+
     def _whole_name(self, name: str) -> str:
-        first, rest = name.split(".", 1)
+        first, dot, rest = name.partition(".")
         if first == "tied_modules":  # the name goes on with the key of the tied layers, which is that of the first
             return rest
-        return f"{self.layer_names[int(first)]}.{rest}"
+        return f"{self.layer_names[int(first)]}{dot}{rest}"
 
     def _synchronize_tied_weights(self) -> None:
         # A broadcast into a parameter would otherwise become part of the graph of its first backward pass.

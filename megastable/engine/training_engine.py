@@ -15,7 +15,7 @@ from megastable.config import RunConfig
 from megastable.core.batch_rampup import Batch, BatchRampup
 from megastable.core.layout import ParallelLayout
 from megastable.core.memory import reduce_bucket_elements
-from megastable.core.records import Candidate, StepResult
+from megastable.core.records import Candidate, Culprit, StepResult
 from megastable.data import MicroBatch
 from megastable.engine.checkpoint_tensors import MASTER
 from megastable.engine.consistency import ConsistencyCheck
@@ -37,6 +37,8 @@ from megastable.engine.packing import PackedDocuments, recompute_with_documents
 from megastable.engine.pipeline_module import GptPipeline, compile_blocks, mark_compilation, uncompiled
 from megastable.engine.progress import Progress
 from megastable.engine.random_state import seed_rank
+from megastable.engine.replay import Replay
+from megastable.engine.sample_losses import gathered_losses, one_by_one
 from megastable.engine.tensor_group import partial_parameters
 from megastable.engine.weight_update import WeightUpdate
 
@@ -135,6 +137,7 @@ class TrainingEngine:
             asked_to_stop=asked_to_stop,
         )
         self._update.replace_step()
+        self._replay = Replay(engine, layout, self._update.discard_gradients, run.megastable.model.vocab_size)
         skip_at_minimum_scale(optimizer)
         if run.megastable.model.compile:
             compile_blocks(module, run)
@@ -189,9 +192,10 @@ class TrainingEngine:
         loss_scale = float(engine.optimizer.loss_scale) if self._run.fp16.enabled else 1.0
         if watch:
             self._watch.begin()
+        self._replay.begin_step()
         get_accelerator().synchronize()
         started = time.perf_counter()
-        with uncompiled() if watch and self._run.megastable.model.compile else contextlib.nullcontext():
+        with self._hookable() if watch else contextlib.nullcontext():
             loss = engine.train_batch(self._followed(micro_batches))
         get_accelerator().synchronize()
         step_seconds = time.perf_counter() - started
@@ -232,6 +236,47 @@ class TrainingEngine:
             asked_to_stop=asked_to_stop,
             has_labels=False,
         )
+
+    def find_culprit(
+        self, micro_batches: Iterator[MicroBatch] | None, loss_scale: float
+    ) -> tuple[Culprit | None, list[str]]:
+        """Compute the passes of the last step again, whose update was not applied, and look at every value.
+
+        Training goes on as if it had not been called.
+
+        Args:
+            micro_batches: those of the step, as ``train_batch`` takes them.
+            loss_scale: that of the step, which may have changed it.
+
+        Returns:
+            The first value that is not finite, None where all are; and the names of the weights whose gradient was
+            not finite at the step itself. Both are the same on every rank.
+        """
+        with self.model_state.at_loss_scale(loss_scale), self._hookable():
+            culprit = self._replay.find(self._followed(micro_batches))
+        return culprit, self._replay.gathered(self._update.not_finite)
+
+    def sample_losses(self, micro_batches: Iterator[MicroBatch] | None, batch: Batch) -> list[float]:
+        """Return the loss of every sample of a global batch, in its order, without dropout; the same on every rank.
+
+        Training goes on as if it had not been called.
+
+        Args:
+            micro_batches: of this rank, as ``train_batch`` takes them.
+            batch: how they make up the global batch.
+        """
+        replicas = self.layout.data_parallel_size
+        self.rampup_hook.apply(Batch(batch.global_batch_size, 1, batch.global_batch_size // replicas))
+        samples = None if micro_batches is None else one_by_one(micro_batches)
+        with self._hookable():
+            self.evaluate(samples, batch.global_batch_size // replicas)
+        losses = gathered_losses(self.deepspeed, batch)
+        self.rampup_hook.apply(batch)
+        return losses
+
+    def _hookable(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which hooks inside of blocks are called, also where the blocks are compiled."""
+        return uncompiled() if self._run.megastable.model.compile else contextlib.nullcontext()
 
     def snapshot(self, reused: Snapshot | None = None) -> Snapshot:
         """Copy all that training changes to host memory, between two steps.

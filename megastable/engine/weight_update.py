@@ -40,6 +40,10 @@ class Gradients(Protocol):
         """Make room for the gradients of the next step."""
         ...
 
+    def discard(self) -> None:
+        """Forget what passes have accumulated since the last step, before any of it is reduced or collected."""
+        ...
+
 
 class SeparateGradients:
     """The gradients of a ``DeepSpeedZeroOptimizer``: a tensor for each parameter, in the format of the accumulation.
@@ -86,6 +90,12 @@ class SeparateGradients:
     def clear(self) -> None:
         """Do nothing: ``collect`` has freed them."""
 
+    def discard(self) -> None:
+        """Free the gradient of every parameter."""
+        for group in self._optimizer.bit16_groups:
+            for parameter in group:
+                parameter.grad = parameter.grad_accum = None
+
 
 class FlatSums:
     """The gradients of a ``BF16_Optimizer``: one flat fp32 tensor a group, to which every backward pass adds."""
@@ -101,6 +111,10 @@ class FlatSums:
         """Set the sums to zero, and free the 16-bit gradients that they were made of."""
         self._optimizer.clear_hp_grads()
         self._optimizer.clear_lp_grads(set_to_none=True)
+
+    def discard(self) -> None:
+        """Set the sums to zero, too."""
+        self.clear()
 
 
 @dataclass(frozen=True)
@@ -135,6 +149,7 @@ class WeightUpdate:
         vetoed: whether it did at the last step.
         asks_to_save: whether this rank asks all for a save after the step.
         asked_to_save: whether any rank did at the last step; the same on every rank.
+        not_finite: names of the parameters whose gradient, in this rank's share, was not finite at the last step.
     """
 
     def __init__(
@@ -153,6 +168,7 @@ class WeightUpdate:
         self.vetoed = False
         self.asks_to_save = False
         self.asked_to_save = False
+        self.not_finite: list[str] = []
         self._partitions = partitions
         self._gradients: Gradients = SeparateGradients(optimizer, reduced)
         if hasattr(optimizer, "fp32_groups_gradients_flat"):  # BF16_Optimizer
@@ -161,6 +177,10 @@ class WeightUpdate:
     def replace_step(self) -> None:
         """Make DeepSpeed's engine, which calls ``optimizer.step``, call ``step`` below."""
         self._optimizer.step = self.step
+
+    def discard_gradients(self) -> None:
+        """Forget the gradients that were accumulated since the last step, as if their passes had not been."""
+        self._gradients.discard()
 
     @torch.no_grad()
     def step(self) -> None:
@@ -174,6 +194,7 @@ class WeightUpdate:
         scale = float(getattr(optimizer, "loss_scale", 1.0))  # BF16_Optimizer has none
         totals = self._totals(gradients)
         norm = math.sqrt(totals.squares) / scale if totals.gradients_finite else math.inf
+        self.not_finite = [] if totals.gradients_finite else self._not_finite(gradients)
         self.asked_to_stop = totals.asked_to_stop
         self.asked_to_save = totals.asked_to_save
         is_sound = totals.gradients_finite and math.isfinite(totals.losses)
@@ -228,6 +249,14 @@ class WeightUpdate:
             asked_to_stop=num_asked_to_stop > 0,
             asked_to_save=num_asking_to_save > 0,
         )
+
+    def _not_finite(self, gradients: list[Tensor]) -> list[str]:
+        return [
+            held.name
+            for partition, flat in zip(self._partitions, gradients, strict=True)
+            for held in partition.held
+            if not flat[slice(*held.span)].isfinite().all()
+        ]
 
     def _apply(self, gradients: list[Tensor], factor: float) -> None:
         """Update the masters with the gradients times ``factor``, then the 16-bit weights on all replicas."""

@@ -135,7 +135,7 @@ class SkippedSteps(Monitor):
         else:
             # bf16 has the range of fp32, and a loss is not scaled: here it is not the format that is too small.
             yield seen.event("skip", f"{reason}: the step was skipped", loss_scale=scale)
-        if overflowed and self._can_fall(scale):
+        if overflowed and self._fp16.can_fall(scale):
             self._consecutive_skips = 0
         else:
             self._consecutive_skips += 1
@@ -161,10 +161,6 @@ class SkippedSteps(Monitor):
             state = {"consecutive_skips": state["hopeless"], "should_watch_next_step": state["wants_a_look"]}
         self._consecutive_skips = state["consecutive_skips"]
         self.should_watch_next_step = state["should_watch_next_step"]
-
-    def _can_fall(self, scale: float) -> bool:
-        is_dynamic = self._fp16.enabled and self._fp16.loss_scale == 0  # 0 is DeepSpeed's word for a dynamic scale
-        return is_dynamic and scale > self._fp16.min_loss_scale
 
     def _diagnosis(self, seen: Seen) -> str:
         if not self._fp16.enabled:

@@ -23,6 +23,7 @@ from megastable.engine.training_engine import TrainingEngine
 from megastable.monitors import Monitors
 from megastable.monitors.monitor import STOP, Seen
 from megastable.planning.run_plan import RunPlan
+from megastable.training.culprit import CULPRIT, CulpritSearch
 from megastable.training.evaluation import evaluate
 from megastable.training.metrics import Evaluation, StepMetrics
 from megastable.training.recorder import Recorder, SilentRecorder
@@ -34,7 +35,7 @@ UNEQUAL_WEIGHTS = (
     "the last checkpoint, on other devices:"
 )
 
-REASONS_TO_LEAVE = ("spike", "divergence", STOP)
+REASONS_TO_LEAVE = ("spike", "divergence", STOP, CULPRIT)
 """Kinds of events after which a run may stop or go back."""
 NOTHING_TO_LEARN = "nothing_to_learn"
 """The kind of the event that a global batch had prompts alone."""
@@ -68,6 +69,7 @@ class TrainingLoop:
         self._order = corpus.order(self._settings.training.seed)
         self._recorder = recorder
         self._monitors = monitors
+        self._culprits = CulpritSearch(plan, engine, self._order, self._training_data)
         self._guard = Guard(self._settings.stability, engine, monitors)
         self._checkpoints = checkpoints
         self._stop = stop
@@ -94,6 +96,7 @@ class TrainingLoop:
             # All that decides from here on is the same on every rank: they stop, evaluate and save together or not at
             # all.
             events = self._events_of(seen)
+            events += self._culprits.events(state, seen, events)
             evaluation = self._look_after(seen, events)
             # Recorded by now, so that files and terminal show why; not saved, since a resume would begin with these
             # weights.

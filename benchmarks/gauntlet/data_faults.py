@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from gauntlet.base import BATCH, FAULT_AT
+from gauntlet.base import BATCH, FAULT_AT, RUN
 from gauntlet.scenario import Scenario
 from torch import Tensor
+
+from megastable.data.sample_order import SampleOrder
 
 if TYPE_CHECKING:
     from gauntlet.live import Live
@@ -52,17 +55,20 @@ def same_batch(live: Live) -> None:
     live.replace_data(FIRST, FIRST + REPEATED_STEPS * BATCH, lambda read, position: read(FIRST))
 
 
-LEFT_OUT = rf"rollback: .*samples \d+ to {FIRST + BATCH - 1} of the order are left out"
-"""A return past the faulty batch, and no further."""
+TRAINING_SAMPLES = 10_738
+"""Of the base run's text."""
+FAULTY = SampleOrder(TRAINING_SAMPLES, RUN["megastable"]["training"]["seed"])(np.arange(FIRST, FIRST + BATCH))
+"""The samples of the faulty step, (batch,)."""
+ONE_OF_THEM = rf"^culprit: .*rank: sample ({'|'.join(f'{sample:,}' for sample in FAULTY.tolist())}) with"
 
 SCENARIOS = (
     Scenario(
-        "garbage_batch", "one batch of random tokens", FAULT_AT, r"^spike: the loss", LEFT_OUT, "in the run",
+        "garbage_batch", "one batch of random tokens", FAULT_AT, r"^spike: the loss", ONE_OF_THEM, "in the run",
         inject=garbage,
     ),
     Scenario(
-        "repeated_token", "one batch of a single repeated token", FAULT_AT, r"^spike: the loss", LEFT_OUT, "in the run",
-        inject=one_token,
+        "repeated_token", "one batch of a single repeated token", FAULT_AT, r"^spike: the loss", ONE_OF_THEM,
+        "in the run", inject=one_token,
     ),
     Scenario(
         "same_data_twice", "the same batch read 20 times", FAULT_AT, r"^fall: the loss", r"^fall: .*read again",

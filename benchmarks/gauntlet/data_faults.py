@@ -71,7 +71,8 @@ SCENARIOS = (
         "in the run", inject=one_token,
     ),
     Scenario(
-        "same_data_twice", "the same batch read 20 times", FAULT_AT, r"^fall: the loss", r"^fall: .*read again",
+        "same_data_twice", "the same batch read 20 times", FAULT_AT, r"^(fall|repeat): the loss",
+        r"^(fall|repeat): .* read again",
         "in the run", inject=same_batch,
     ),
 )  # fmt: skip

@@ -59,7 +59,8 @@ class Live:
 
         def read(dataset: Any, order: Any, batch: Any, position: int, *rest: Any) -> Iterator[MicroBatch]:
             def at(other: int) -> Iterator[MicroBatch]:
-                return original(dataset, order, batch, other, *rest)  # type: ignore[no-any-return]
+                found: Iterator[MicroBatch] = original(dataset, order, batch, other, *rest)
+                return found
 
             return replaced(at, position) if first <= position < after else at(position)
 

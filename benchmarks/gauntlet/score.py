@@ -11,7 +11,7 @@ from gauntlet.scenario import Scenario
 
 TOLERANCE = 0.01
 """Share by which the final loss of a run that recovered may differ from the clean run's."""
-ALARMS = re.compile(r"^(warning|spike|fall|divergence|culprit|skip|overflow|stop|rollback)$")
+ALARMS = re.compile(r"^(warning|spike|fall|repeat|moved|divergence|culprit|skip|overflow|stop|rollback)$")
 """Kinds of events that a clean run must not have."""
 REVIEWED = re.compile(r"review: (error|warning) .*")
 

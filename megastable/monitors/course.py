@@ -22,6 +22,10 @@ LEAST_DEVIATION_OF_LOG_NORM = 0.05
 ANY_BATCH = 1
 """A larger batch has a lower norm, which is nothing to judge; how much norms spread, by factors, it changes little."""
 SMOOTHED_STEPS = 16
+EVEN_SHARE = 0.25
+EVEN_STEPS = 8
+"""Of noise, one change in seven is so small: eight in a row come once in ten million steps."""
+SUSPECTED_STEPS = 3
 FALLEN_STEPS = 4
 """Steps in a row that no easy batch explains."""
 
@@ -134,6 +138,77 @@ class Falls(Monitor):
         window = self._settings.window_steps
         self._losses = WindowOfBatches(window, [(value, size) for value, size in state["losses"]])
         self._steps_below = state["steps_below"]
+
+
+class Repeats(Monitor):
+    """Judges a run whose loss has changed so little from step to step, for some steps, as that of a single batch does.
+
+    Losses of other samples are noisy. That of samples which are read again and again falls smoothly, by what each
+    update learns of them; whether it falls far depends on the model.
+    """
+
+    is_of_the_text = True
+
+    def __init__(self, plan: PlannedRun) -> None:
+        super().__init__(plan)
+        self._settings = plan.run.megastable.stability
+        self._changes: deque[float] = deque(maxlen=self._settings.window_steps)
+        self._last: float | None = None
+        self._even_steps = 0
+
+    def observe(self, seen: Seen) -> Iterator[Event]:
+        """Count a step whose update was applied and whose loss is even, and remember the change of any other."""
+        if seen.result.skipped:
+            return
+        loss = seen.result.loss
+        change = self._change(loss, seen.batch.global_batch_size)
+        self._last = loss
+        if change is None:
+            return
+        if self._is_even(change):
+            self._even_steps += 1
+        else:
+            self._even_steps = 0
+        # Even ones in a row are not remembered: what is usual would become as even.
+        if self._even_steps < SUSPECTED_STEPS:
+            self._changes.append(change)
+        yield from ()
+
+    def _change(self, loss: float, batch_size: int) -> float | None:
+        """Return the change of the loss, times the root of the batch with which its noise falls."""
+        return None if self._last is None else abs(loss - self._last) * math.sqrt(batch_size)
+
+    def _is_even(self, change: float) -> bool:
+        if len(self._changes) < max(FEWEST_STEPS, self._settings.window_steps // 4):
+            return False
+        return change < EVEN_SHARE * statistics.median(self._changes)
+
+    def judge(self, candidate: Candidate) -> Iterator[Judgement]:
+        """Yield a judgement at the last of the steps in a row."""
+        change = self._change(candidate.loss, candidate.global_batch_size)
+        steps = self._even_steps + 1
+        if change is None or steps < EVEN_STEPS or not self._is_even(change):
+            return
+        text = (
+            f"the loss, {candidate.loss:.4f}, has changed for {steps} steps by less than {EVEN_SHARE:g} of what it "
+            "usually does from step to step, as of a single batch: are the same samples read again and again?"
+        )
+        yield Judgement(Verdict.ROLLBACK, "repeat", text, {"even_steps": steps})
+
+    @property
+    def suspects_harm(self) -> bool:
+        """Tell whether the loss is too even by now, whatever becomes of it."""
+        return self._even_steps >= SUSPECTED_STEPS
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the usual changes, oldest first, the last loss, and the count of even steps."""
+        return {"changes": list(self._changes), "last": self._last, "even_steps": self._even_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what was remembered."""
+        self._changes = deque(state["changes"], maxlen=self._settings.window_steps)
+        self._last = state["last"]
+        self._even_steps = state["even_steps"]
 
 
 class Divergence(Monitor):

@@ -7,7 +7,7 @@ from typing import Any
 
 from megastable.core.errors import UserError
 from megastable.core.records import Candidate, Event, Judgement
-from megastable.monitors.course import Divergence, Falls, Spikes
+from megastable.monitors.course import Divergence, Falls, Repeats, Spikes
 from megastable.monitors.layers import AttentionLogits, UpdateJumps
 from megastable.monitors.monitor import Monitor, PlannedRun, Seen
 from megastable.monitors.numbers import FirstLoss, Headroom, LossVolatility, SkippedSteps
@@ -23,6 +23,7 @@ MONITORS: dict[str, type[Monitor]] = {
     "loss_volatility": LossVolatility,
     "spikes": Spikes,
     "falls": Falls,
+    "repeats": Repeats,
     "divergence": Divergence,
     "update_jumps": UpdateJumps,
     "attention_logits": AttentionLogits,

@@ -35,7 +35,7 @@ UNEQUAL_WEIGHTS = (
     "the last checkpoint, on other devices:"
 )
 
-REASONS_TO_LEAVE = ("spike", "fall", "divergence", STOP, CULPRIT)
+REASONS_TO_LEAVE = ("spike", "fall", "repeat", "divergence", STOP, CULPRIT)
 """Kinds of events after which a run may stop or go back."""
 NOTHING_TO_LEARN = "nothing_to_learn"
 """The kind of the event that a global batch had prompts alone."""

@@ -35,7 +35,7 @@ class Scenario:
         changes: of the base run, with and without the fault.
         faulty_changes: of the faulty run file alone.
         signal: sent to one rank from outside, once ``injected_step`` is done.
-        compares: whether OLMo-core's rule and no guard are played on the same fault; of no use where they say nothing of it.
+        compares: whether OLMo-core's rule and no guard are played on the same fault; of no use where they say nothing.
         resumes_on_changes: whether the fault is that the run is resumed on ``faulty_changes``.
     """
 

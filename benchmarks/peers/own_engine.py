@@ -8,7 +8,8 @@ from pathlib import Path
 from gpt import NUM_STAGES, GlobalBatch, Settings
 
 from megastable.engine.pipeline_module import GptPipeline
-from megastable.engine.training_engine import BatchRampupHook, TrainingEngine
+from megastable.engine.rampup_hook import BatchRampupHook
+from megastable.engine.training_engine import TrainingEngine
 from megastable.planning.run_plan import RunPlan
 
 

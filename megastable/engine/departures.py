@@ -40,6 +40,26 @@ DEPARTURES: tuple[Departure, ...] = (
         test="tests/engine/test_instructions.py::test_no_received_activation_is_copied_and_no_output_is_held",
     ),
     Departure(
+        name="replay: the passes of a step without its update",
+        scope="engine",
+        symptom="nothing names the first value that was not finite",
+        cause="DeepSpeed executes passes and update as one; its map of instructions can leave parts out",
+        upstream={
+            f"{PIPE_ENGINE}._exec_schedule": "06dc223e4c28",
+            f"{PIPE_ENGINE}._train_schedule": "413376850fa6",
+            f"{PIPE_ENGINE}.train_batch": "3cb14d393b36",
+        },
+        test="tests/engine/test_culprit.py::test_training_goes_on_as_if_nobody_had_searched",
+    ),
+    Departure(
+        name="replay: the losses of an evaluation, one by one",
+        scope="engine",
+        symptom="a spike does not name its samples",
+        cause="DeepSpeed returns the mean over micro-batches, and leaves their losses in fwd_outputs",
+        upstream={f"{PIPE_ENGINE}.eval_batch": "5eaf158f7108"},
+        test="tests/engine/test_culprit.py::test_the_sample_of_a_spike_has_the_largest_loss_of_its_own",
+    ),
+    Departure(
         name="instructions: passes are timed in a watched step",
         scope="engine",
         symptom="nothing shows which rank the others wait for",

@@ -103,7 +103,8 @@ class Replay:
             engine._compute_loss = True
             engine._exec_schedule(engine._train_schedule())
         self._discard_gradients()
-        findings = self.gathered([] if self._found is None else [self._found])
+        own: list[tuple[Place, Culprit]] = [] if self._found is None else [self._found]
+        findings = self.gathered(own)
         if not findings:
             return None
         _, culprit = min(findings, key=lambda finding: finding[0])

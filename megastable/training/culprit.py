@@ -76,7 +76,7 @@ class CulpritSearch:
     def _first_not_finite(self, seen: Seen, samples: list[int], micro_batches: Iterator[MicroBatch] | None) -> Event:
         culprit, weights = self._engine.find_culprit(micro_batches, seen.result.loss_scale)
         if culprit is None:
-            told = f"; not finite were the gradients of {_some(weights)}" if weights else ""
+            told = f"; the gradients that were not finite are those of {_some(weights)}" if weights else ""
             text = (
                 "the step was computed once more, and every value was finite: what was not has come and gone, as by "
                 f"a fault of hardware or of software around the model{told}"

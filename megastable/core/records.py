@@ -29,6 +29,10 @@ class Watched:
     """Memory of the process that holds most."""
     device_memory_gib: float | None
     """Highest use so far of the device that was used most; None on a CPU."""
+    rank_busy_seconds: tuple[float, ...]
+    """Of every rank, in its passes."""
+    rank_host_memory_gib: tuple[float, ...]
+    """Of every rank's process."""
 
 
 @dataclass(frozen=True)

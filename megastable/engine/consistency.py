@@ -73,7 +73,7 @@ class ConsistencyCheck:
 
     def _checksum(self, weight: Tensor) -> Tensor:
         """Sum the bits of a tensor with random odd weights, so that any single change shows, and a swap does."""
-        bits = weight.reshape(-1).view(torch.int32 if weight.element_size() == 4 else torch.int16)
+        bits = _bits(weight.reshape(-1))
         total = torch.zeros((), dtype=torch.int64, device=weight.device)
         for number, chunk in enumerate(bits.split(CHUNK_ELEMENTS)):
             # The factor of a chunk is odd, too, and differs, so that equal chunks do not change places unseen.
@@ -86,8 +86,13 @@ class ConsistencyCheck:
         for partition in self._partitions:
             for held in partition.held:
                 rounded = partition.master.detach()[slice(*held.span)].to(held.parameter.dtype)
-                if not torch.equal(held.parameter.detach().view(-1)[slice(*held.local)], rounded):
+                # Bits, as of copies: a NaN equals nothing, and one in both is no fault of the copy.
+                if not torch.equal(_bits(held.parameter.detach().view(-1)[slice(*held.local)]), _bits(rounded)):
                     yield f"{held.name} on {rank} is not its fp32 master rounded"
+
+
+def _bits(weight: Tensor) -> Tensor:
+    return weight.view(torch.int32 if weight.element_size() == 4 else torch.int16)
 
 
 def _suspects(values: list[int]) -> set[int]:

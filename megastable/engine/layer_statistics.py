@@ -200,6 +200,30 @@ def _with_layers(module: GptPipeline, flat_partitions: list[FlatPartition]) -> l
     return partitions
 
 
+def movement_since(
+    module: GptPipeline, partitions: list[FlatPartition], before: list[Tensor], num_layers: int
+) -> list[float]:
+    """Return how far the weights of every layer have moved, as a share of their norm then; collective.
+
+    Args:
+        before: the fp32 masters of every partition as they were, on any device.
+
+    Returns:
+        0 for a layer without weights of its own; infinity where a weight is not finite.
+    """
+    device = partitions[0].master.device
+    sums = torch.zeros(num_layers, 2, dtype=torch.float64, device=device)  # squares of the way, and of the weights then
+    for partition, then in zip(_with_layers(module, partitions), before, strict=True):
+        if partition.spans:
+            old = then.to(device)
+            way = partition.flat.detach() - old
+            columns = [_squares(partition.parts(way)), _squares(partition.parts(old))]
+            sums.index_add_(0, partition.layers, torch.stack(columns, dim=1))
+    dist.all_reduce(sums)
+    shares = [math.sqrt(way / weight) if weight else 0.0 for way, weight in sums.tolist()]
+    return [math.inf if math.isnan(share) else share for share in shares]
+
+
 @dataclass(frozen=True)
 class WeightKind:
     """The std of all matrices of one name, over layers, stages, tensor ranks and replicas, drawn and measured."""

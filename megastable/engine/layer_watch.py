@@ -66,8 +66,8 @@ class LayerWatch:
         """Stop measuring, and gather what all ranks measured; collective."""
         for part in self._parts:
             part.enabled = False
-        sums, busy = self._summed()
-        maxima, host_memory, device_memory, longest = self._largest(step_seconds)
+        sums, busy, host_memory = self._summed()
+        maxima, device_memory, longest = self._largest(step_seconds)
         slowest_rank = max(range(len(busy)), key=busy.__getitem__)
         # Headroom: how much of the largest number of the format is used, by the layer that uses most of it.
         shares = [max(row) / self._format_maximum for row in maxima]
@@ -79,40 +79,46 @@ class LayerWatch:
             slowest_rank=slowest_rank,
             slowest_rank_share=busy[slowest_rank] / longest,
             stage_busy_seconds=self._by_stage(busy),
-            host_memory_gib=host_memory / GIB,
+            host_memory_gib=max(host_memory) / GIB,
             device_memory_gib=device_memory / GIB if device_memory else None,
+            rank_busy_seconds=tuple(busy),
+            rank_host_memory_gib=tuple(resident / GIB for resident in host_memory),
         )
 
-    def _summed(self) -> tuple[list[list[float]], list[float]]:
-        """Sum over all ranks: per layer the columns of ``UpdateStatistics``, and the busy seconds of each rank."""
+    def _summed(self) -> tuple[list[list[float]], list[float], list[float]]:
+        """Sum over all ranks.
+
+        Returns:
+            Per layer the columns of ``UpdateStatistics``; of each rank the busy seconds, and the bytes of its process.
+        """
         own = self._updates.sums
         # Each rank fills its own place, so the sum collects them, in the collective that is needed anyway.
-        busy = own.new_zeros(dist.get_world_size())
-        busy[dist.get_rank()] = self._busy.seconds
-        together = torch.cat([own.flatten(), busy])
+        ranks = own.new_zeros(2, dist.get_world_size())
+        ranks[:, dist.get_rank()] = own.new_tensor([self._busy.seconds, psutil.Process(os.getpid()).memory_info().rss])
+        together = torch.cat([own.flatten(), ranks.flatten()])
         dist.all_reduce(together)
-        return together[: own.numel()].view_as(own).tolist(), together[own.numel() :].tolist()
+        busy, host_memory = together[own.numel() :].view_as(ranks).tolist()
+        return together[: own.numel()].view_as(own).tolist(), busy, host_memory
 
     def _by_stage(self, busy: list[float]) -> dict[str, float]:
         """Average over the ranks of every stage, which are neighbours, see ``core.layout``."""
         size = len(busy) // self._num_stages
         return {f"stage_{n}": sum(busy[n * size : (n + 1) * size]) / size for n in range(self._num_stages)}
 
-    def _largest(self, step_seconds: float) -> tuple[list[list[float]], float, float, float]:
+    def _largest(self, step_seconds: float) -> tuple[list[list[float]], float, float]:
         """Take the maximum over all ranks.
 
         Returns:
-            Per layer the columns of ``ActivationStatistics``, host and device memory in bytes, the seconds of the step.
+            Per layer the columns of ``ActivationStatistics``, device memory in bytes, the seconds of the step.
         """
         own = self._activations.maxima
         on_device = 0.0
         if own.device.type != "cpu":
             on_device = float(get_accelerator().max_memory_allocated())
-        resident = float(psutil.Process(os.getpid()).memory_info().rss)
-        together = torch.cat([own.flatten(), own.new_tensor([resident, on_device, step_seconds])])
+        together = torch.cat([own.flatten(), own.new_tensor([on_device, step_seconds])])
         dist.all_reduce(together, op=dist.ReduceOp.MAX)
-        host_memory, device_memory, longest = together[own.numel() :].tolist()
-        return together[: own.numel()].view_as(own).tolist(), host_memory, device_memory, longest
+        device_memory, longest = together[own.numel() :].tolist()
+        return together[: own.numel()].view_as(own).tolist(), device_memory, longest
 
     def _values(self, sums: list[float], maxima: list[float], is_block: bool) -> dict[str, float]:
         """Name the values of one layer."""

@@ -17,6 +17,7 @@ from megastable.core.layout import ParallelLayout
 from megastable.core.memory import reduce_bucket_elements
 from megastable.core.records import Candidate, Culprit, StepResult
 from megastable.data import MicroBatch
+from megastable.engine.checkpoint_tensors import MASTER
 from megastable.engine.consistency import ConsistencyCheck
 from megastable.engine.deepspeed_config import deepspeed_config
 from megastable.engine.flat_partitions import flat_partitions
@@ -28,7 +29,7 @@ from megastable.engine.instructions import (
     instruction_table,
     marking_progress,
 )
-from megastable.engine.layer_statistics import WeightKind, weight_kinds
+from megastable.engine.layer_statistics import WeightKind, movement_since, weight_kinds
 from megastable.engine.layer_watch import LayerWatch
 from megastable.engine.model_state import ModelState, Snapshot
 from megastable.engine.optimizer import build_optimizer, skip_at_minimum_scale
@@ -264,6 +265,13 @@ class TrainingEngine:
         The counts of the loop, such as consumed samples, are not the engine's: they go back with the loop's own record.
         """
         self.model_state.restore(snapshot)
+
+    def movement_since(self, snapshot: Snapshot) -> dict[str, float]:
+        """Return how far every layer's weights have moved since ``snapshot``, as a share of their norm; collective."""
+        module = self.deepspeed.module
+        before = [flats[MASTER] for flats in snapshot.flats]
+        shares = movement_since(module, self.model_state.partitions, before, len(module.layer_names))
+        return dict(zip(module.layer_names, shares, strict=True))
 
     def weight_kinds(self) -> list[WeightKind]:
         """Measure the std of every kind of weight as it is now, beside the formula that fresh ones are drawn by."""

@@ -1,4 +1,4 @@
-"""Monitors of the course of a run: steps that stand out from those before them, and a loss that rises for long."""
+"""Monitors of the course of a run: steps that stand out from those before, and a loss that falls or rises for long."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ LEAST_DEVIATION_OF_LOG_NORM = 0.05
 ANY_BATCH = 1
 """A larger batch has a lower norm, which is nothing to judge; how much norms spread, by factors, it changes little."""
 SMOOTHED_STEPS = 16
+EVEN_SHARE = 0.25
+EVEN_STEPS = 8
+"""Of noise, one change in seven is so small: eight in a row come once in ten million steps."""
+SUSPECTED_STEPS = 3
+FALLEN_STEPS = 4
+"""Steps in a row that no easy batch explains."""
 
 
 class Spikes(Monitor):
@@ -48,10 +54,10 @@ class Spikes(Monitor):
 
     def judge(self, candidate: Candidate) -> Iterator[Judgement]:
         """Yield a judgement for a loss, and one for a norm, that is too many deviations above its median."""
-        if len(self._losses.values) < max(FEWEST_STEPS, self._settings.window_steps // 4):
+        if not _are_enough(self._losses, self._settings.window_steps):
             return
-        least_of_loss = max(LEAST_DEVIATION_OF_LOSS * abs(self._losses.median), SMALLEST_DEVIATION)
-        of_loss = self._losses.deviations(candidate.loss, candidate.global_batch_size, least_of_loss)
+        least = _least_of_loss(self._losses)
+        of_loss = self._losses.deviations(candidate.loss, candidate.global_batch_size, least)
         of_norm = self._log_norms.deviations(_log(candidate.grad_norm), ANY_BATCH, LEAST_DEVIATION_OF_LOG_NORM)
         if of_loss > self._settings.spike_deviations:
             text = _above(f"the loss, {candidate.loss:.4f},", of_loss, f"{self._losses.median:.4f}")
@@ -70,6 +76,139 @@ class Spikes(Monitor):
         window = self._settings.window_steps
         self._losses = WindowOfBatches(window, [(value, size) for value, size in state["losses"]])
         self._log_norms = WindowOfBatches(window, [(value, size) for value, size in state["log_norms"]])
+
+
+class Falls(Monitor):
+    """Judges a run whose loss has been far below those of the steps before it for some steps in a row.
+
+    Nobody learns so fast: the same text is read again and again, or what is to be predicted stands in the input. A
+    single such step may be an easy batch.
+    """
+
+    is_of_the_text = True
+
+    def __init__(self, plan: PlannedRun) -> None:
+        super().__init__(plan)
+        self._settings = plan.run.megastable.stability
+        self._losses = WindowOfBatches(self._settings.window_steps)
+        self._steps_below = 0
+
+    def observe(self, seen: Seen) -> Iterator[Event]:
+        """Count a step whose update was applied and whose loss is too low, and remember any other."""
+        if seen.result.skipped:
+            return
+        if self._is_too_low(seen.result.loss, seen.batch.global_batch_size):
+            # Not remembered: in a window of fallen losses the next ones would look usual.
+            self._steps_below += 1
+            return
+        self._losses.add(seen.result.loss, seen.batch.global_batch_size)
+        self._steps_below = 0
+        yield from ()
+
+    def _is_too_low(self, loss: float, batch_size: int) -> bool:
+        if not _are_enough(self._losses, self._settings.window_steps):
+            return False
+        return (
+            self._losses.deviations(loss, batch_size, _least_of_loss(self._losses)) < -self._settings.spike_deviations
+        )
+
+    def judge(self, candidate: Candidate) -> Iterator[Judgement]:
+        """Yield a judgement at the last of the steps in a row."""
+        steps = self._steps_below + 1
+        if steps < FALLEN_STEPS or not self._is_too_low(candidate.loss, candidate.global_batch_size):
+            return
+        text = (
+            f"the loss, {candidate.loss:.4f}, has been over {self._settings.spike_deviations:g} deviations below the "
+            f"median of the steps before, {self._losses.median:.4f}, for {steps} steps: is the same text read again "
+            "and again, or does the input hold what is to be predicted?"
+        )
+        yield Judgement(Verdict.ROLLBACK, "fall", text, {"median": self._losses.median, "steps_below": steps})
+
+    @property
+    def suspects_harm(self) -> bool:
+        """Tell whether the loss is too low by now, whatever becomes of it."""
+        return self._steps_below > 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the window, oldest first, and the count of steps below it."""
+        return {"losses": self._losses.values, "steps_below": self._steps_below}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what was remembered."""
+        window = self._settings.window_steps
+        self._losses = WindowOfBatches(window, [(value, size) for value, size in state["losses"]])
+        self._steps_below = state["steps_below"]
+
+
+class Repeats(Monitor):
+    """Judges a run whose loss has changed so little from step to step, for some steps, as that of a single batch does.
+
+    Losses of other samples are noisy. That of samples which are read again and again falls smoothly, by what each
+    update learns of them; whether it falls far depends on the model.
+    """
+
+    is_of_the_text = True
+
+    def __init__(self, plan: PlannedRun) -> None:
+        super().__init__(plan)
+        self._settings = plan.run.megastable.stability
+        self._changes: deque[float] = deque(maxlen=self._settings.window_steps)
+        self._last: float | None = None
+        self._even_steps = 0
+
+    def observe(self, seen: Seen) -> Iterator[Event]:
+        """Count a step whose update was applied and whose loss is even, and remember the change of any other."""
+        if seen.result.skipped:
+            return
+        loss = seen.result.loss
+        change = self._change(loss, seen.batch.global_batch_size)
+        self._last = loss
+        if change is None:
+            return
+        if self._is_even(change):
+            self._even_steps += 1
+        else:
+            self._even_steps = 0
+        # Even ones in a row are not remembered: what is usual would become as even.
+        if self._even_steps < SUSPECTED_STEPS:
+            self._changes.append(change)
+        yield from ()
+
+    def _change(self, loss: float, batch_size: int) -> float | None:
+        """Return the change of the loss, times the root of the batch with which its noise falls."""
+        return None if self._last is None else abs(loss - self._last) * math.sqrt(batch_size)
+
+    def _is_even(self, change: float) -> bool:
+        if len(self._changes) < max(FEWEST_STEPS, self._settings.window_steps // 4):
+            return False
+        return change < EVEN_SHARE * statistics.median(self._changes)
+
+    def judge(self, candidate: Candidate) -> Iterator[Judgement]:
+        """Yield a judgement at the last of the steps in a row."""
+        change = self._change(candidate.loss, candidate.global_batch_size)
+        steps = self._even_steps + 1
+        if change is None or steps < EVEN_STEPS or not self._is_even(change):
+            return
+        text = (
+            f"the loss, {candidate.loss:.4f}, has changed for {steps} steps by less than {EVEN_SHARE:g} of what it "
+            "usually does from step to step, as of a single batch: are the same samples read again and again?"
+        )
+        yield Judgement(Verdict.ROLLBACK, "repeat", text, {"even_steps": steps})
+
+    @property
+    def suspects_harm(self) -> bool:
+        """Tell whether the loss is too even by now, whatever becomes of it."""
+        return self._even_steps >= SUSPECTED_STEPS
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the usual changes, oldest first, the last loss, and the count of even steps."""
+        return {"changes": list(self._changes), "last": self._last, "even_steps": self._even_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what was remembered."""
+        self._changes = deque(state["changes"], maxlen=self._settings.window_steps)
+        self._last = state["last"]
+        self._even_steps = state["even_steps"]
 
 
 class Divergence(Monitor):
@@ -133,6 +272,14 @@ class Divergence(Monitor):
         self._recent = deque(state["recent"], maxlen=SMOOTHED_STEPS)
         self._lowest = math.inf if state["lowest"] is None else state["lowest"]
         self._steps_above = state["steps_above"]
+
+
+def _are_enough(window: WindowOfBatches, window_steps: int) -> bool:
+    return len(window.values) >= max(FEWEST_STEPS, window_steps // 4)
+
+
+def _least_of_loss(losses: WindowOfBatches) -> float:
+    return max(LEAST_DEVIATION_OF_LOSS * abs(losses.median), SMALLEST_DEVIATION)
 
 
 def _log(norm: float) -> float:

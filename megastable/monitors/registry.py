@@ -7,9 +7,11 @@ from typing import Any
 
 from megastable.core.errors import UserError
 from megastable.core.records import Candidate, Event, Judgement
-from megastable.monitors.course import Divergence, Spikes
+from megastable.monitors.course import Divergence, Falls, Repeats, Spikes
+from megastable.monitors.layers import AttentionLogits, UpdateJumps
 from megastable.monitors.monitor import Monitor, PlannedRun, Seen
 from megastable.monitors.numbers import FirstLoss, Headroom, LossVolatility, SkippedSteps
+from megastable.monitors.ranks import MemoryGrowth, SlowRanks
 from megastable.monitors.work_split import Epochs, RampSteps, StageBalance
 
 MONITORS: dict[str, type[Monitor]] = {
@@ -20,8 +22,14 @@ MONITORS: dict[str, type[Monitor]] = {
     "headroom": Headroom,
     "loss_volatility": LossVolatility,
     "spikes": Spikes,
+    "falls": Falls,
+    "repeats": Repeats,
     "divergence": Divergence,
+    "update_jumps": UpdateJumps,
+    "attention_logits": AttentionLogits,
     "stage_balance": StageBalance,
+    "slow_ranks": SlowRanks,
+    "memory_growth": MemoryGrowth,
 }
 """Name, under which a checkpoint keeps its state, to monitor. Events of the monitors come in this order."""
 

@@ -27,7 +27,7 @@ from megastable.training.culprit import CULPRIT, CulpritSearch
 from megastable.training.evaluation import evaluate
 from megastable.training.metrics import Evaluation, StepMetrics
 from megastable.training.recorder import Recorder, SilentRecorder
-from megastable.training.recovery import UNEQUAL, Guard, Returned, returned
+from megastable.training.recovery import UNEQUAL, Guard, Returned, moved_alone, returned
 from megastable.training.saving import Checkpoints
 
 UNEQUAL_WEIGHTS = (
@@ -35,7 +35,7 @@ UNEQUAL_WEIGHTS = (
     "the last checkpoint, on other devices:"
 )
 
-REASONS_TO_LEAVE = ("spike", "divergence", STOP, CULPRIT)
+REASONS_TO_LEAVE = ("spike", "fall", "repeat", "divergence", STOP, CULPRIT)
 """Kinds of events after which a run may stop or go back."""
 NOTHING_TO_LEARN = "nothing_to_learn"
 """The kind of the event that a global batch had prompts alone."""
@@ -273,6 +273,10 @@ class TrainingLoop:
             self._recorder.go_back(state)
         reasons = "; ".join(event.text for event in events if event.kind in REASONS_TO_LEAVE)
         self._recorder.record_event(_event_of_return(back, reasons))
+        moved = moved_alone(back.movement)
+        if moved is not None:
+            text = f"from step {state.step} to {seen.state.step} {moved}: look there for the cause"
+            self._recorder.record_event(Event(state.step, state.consumed_samples, "moved", text, dict(back.movement)))
         if fault is not None:
             text = f"a resume may go on from what the run has gone back from: {fault}"
             self._recorder.record_event(Event(state.step, state.consumed_samples, "warning", text, {}))

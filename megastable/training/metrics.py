@@ -90,6 +90,8 @@ class StepMetrics:
         devices = plan.layout.world_size
         samples = batch.global_batch_size  # this step's, which a ramp changes
         watched: dict[str, Any] = {} if result.watched is None else asdict(result.watched)
+        for of_each_rank in RANKS_ALONE:
+            watched.pop(of_each_rank, None)
         return cls(
             step=state.step,
             consumed_samples=state.consumed_samples,
@@ -139,6 +141,8 @@ class StepMetrics:
         return dict(_numbers(self.given(), ""))
 
 
+RANKS_ALONE = ("rank_busy_seconds", "rank_host_memory_gib")
+"""What of a watched step is for monitors alone: a number for each of thousands of ranks is too much for a line."""
 STEP_METRICS = frozenset(metric.name for metric in fields(StepMetrics) if metric.name != "monitored")
 """Names that are in use in metrics.jsonl before any monitor adds its own."""
 

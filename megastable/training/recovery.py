@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megastable.config.stability import StabilityConfig
@@ -29,6 +30,9 @@ DEEDS: dict[str, dict[Verdict, Verdict]] = {
 UNEQUAL = "unequal"
 """Key of the data of an event that copies of weights differ, with the differences. The states in memory may have been
 taken after that happened, and the fault is of hardware or software: going back helps with neither."""
+MOVED_FACTOR = 3.0
+"""Of a bad batch or a hot learning rate all layers move; one that moves so much more than the median has a cause."""
+FEWEST_COMPARED_LAYERS = 3
 DONE = {
     Verdict.WARN: "the update is applied",
     Verdict.SKIP: "the update is not applied",
@@ -56,12 +60,27 @@ class Returned:
 
     Attributes:
         source: of the state, for people.
+        movement: how far every layer's weights had moved since that state, as a share of their norm; empty where that
+            is not known.
     """
 
     state: TrainingState
     loss: float | None
     eval_loss: float | None
     source: str
+    movement: Mapping[str, float] = field(default_factory=dict)
+
+
+def moved_alone(movement: Mapping[str, float]) -> str | None:
+    """Name the layer whose weights have moved far more than those of the others; None where none has."""
+    shares = [share for share in movement.values() if share > 0]  # those of layers with weights of their own
+    if len(shares) < FEWEST_COMPARED_LAYERS:
+        return None
+    layer = max(movement, key=movement.__getitem__)
+    usual = statistics.median(shares)
+    if not movement[layer] > MOVED_FACTOR * usual:
+        return None
+    return f"the weights of {layer} have moved most, by {movement[layer]:.2g} of their norm ({usual:.2g} is usual)"
 
 
 class GoodStates:
@@ -189,9 +208,10 @@ class Guard:
         good = self._states.good
         if good is None:
             return None
+        movement = self._engine.movement_since(good.snapshot)
         self._engine.restore(good.snapshot)
         self._monitors.load_state_dict(good.monitors)
-        return Returned(returned(good.state, state), good.loss, good.eval_loss, "its copy in memory")
+        return Returned(returned(good.state, state), good.loss, good.eval_loss, "its copy in memory", movement)
 
     def _deed(self, judgements: list[Judgement]) -> Verdict:
         deeds = DEEDS[self._settings.guard]

@@ -12,6 +12,8 @@ from megastable.data import BlendedCorpus, Corpus
 from megastable.engine.layer_statistics import WeightKind
 from megastable.planning.memory import host_copies
 from megastable.planning.micro_batches import describe_choice
+from megastable.planning.preflight.preflight import findings_of
+from megastable.planning.preflight.review import Review
 from megastable.planning.run_plan import RunPlan
 from megastable.training.run_folder import RunFolder
 
@@ -53,7 +55,16 @@ def introduction(
     if checkpoint is not None:
         yield f"continues {checkpoint} at step {state.step}"
     else:
+        yield from _reviewed(plan)
         yield from _fresh_weights(plan, weights)
+
+
+def _reviewed(plan: RunPlan) -> Iterator[str]:
+    """Yield what ``megastable check`` warns of in the run file, so that it is told also where nobody has asked."""
+    review = Review.of(plan, world_size_was_assumed=False, gpus=(), text=None)
+    for finding in findings_of(review):
+        if finding.level != "note":
+            yield f"review: {finding.level} {finding.key}: {finding.message}; instead: {finding.suggestion}"
 
 
 def _data_lines(plan: RunPlan, corpus: Corpus | BlendedCorpus) -> Iterator[str]:

@@ -95,3 +95,15 @@ def test_a_weight_that_is_not_its_master_rounded_is_named() -> None:
                 "block_2.attention.output.weight on rank 1 (stage 1, replica 0, tensor 0) is not its fp32 master"
                 in text
             )
+
+
+def nan_in_master_and_weight() -> str:
+    """Let a master be NaN, and the weight follow it, as after an update that has gone bad."""
+    _, engine = build_engine(tiny_run(**COMMON))
+    engine.model_state.flats()[0]["master"].view(-1)[0] = torch.nan
+    engine.model_state.weights_follow_masters()
+    return verdict(engine)
+
+
+def test_a_nan_that_the_weight_has_from_its_master_is_no_difference() -> None:
+    assert run_ranks(nan_in_master_and_weight, world_size=2) == ["", ""]

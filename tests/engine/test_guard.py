@@ -13,6 +13,7 @@ import torch
 from megastable.checkpoints.folder import step_folders
 from megastable.checkpoints.manifest import read_manifest
 from megastable.training import loop
+from megastable.training.recovery import moved_alone
 from tests.support.launches import metrics, train_command, untimed, write_run_file
 from tests.support.scripts import FinishedScript, run_script
 
@@ -203,3 +204,18 @@ def test_a_stop_in_a_row_of_skips_says_what_a_resume_takes_and_a_finished_run_is
     again = run(file, run_dir, "--resume")
     assert again.exit_codes == [0] and len(metrics(run_dir)) == NUM_STEPS, again.output
     assert "older checkpoint" not in again.output
+
+
+@pytest.mark.parametrize(
+    ("movement", "layer"),
+    [
+        ({"embedding": 0.02, "block_0": 0.01, "block_1": 0.3, "head": 0.0}, "block_1"),
+        ({"embedding": 0.02, "block_0": float("inf"), "block_1": 0.03, "head": 0.0}, "block_0"),
+        ({"embedding": 0.02, "block_0": 0.01, "block_1": 0.03, "head": 0.0}, None),
+        ({"embedding": 0.0, "block_0": 0.0, "block_1": 0.0, "head": 0.0}, None),
+        ({}, None),
+    ],
+)
+def test_a_layer_that_has_moved_alone_is_named(movement: dict[str, float], layer: str | None) -> None:
+    text = moved_alone(movement)
+    assert text is None if layer is None else text is not None and text.startswith(f"the weights of {layer} have")

@@ -205,3 +205,26 @@ def watching_changes_nothing() -> list[list[list[float]]]:
 def test_watching_leaves_the_run_bit_identical() -> None:
     seen, unseen = run_ranks(watching_changes_nothing, world_size=2)[0]
     assert seen == unseen
+
+
+def moved_since_a_snapshot() -> list[dict[str, float]]:
+    """Let one block's weights be half as large again, on whichever rank has them; and one of them not finite."""
+    _, engine = build_engine(tiny_run(megastable__pipeline__num_stages=2))
+    snapshot = engine.snapshot()
+    found = [engine.movement_since(snapshot)]
+    for value in (None, torch.nan):
+        for partition in engine.model_state.partitions:
+            for held in partition.held:
+                if held.name.startswith("block_2."):
+                    part = partition.master.detach()[slice(*held.span)]
+                    part.copy_(1.5 * part if value is None else torch.full_like(part, value))
+        found.append(engine.movement_since(snapshot))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_layer_that_has_moved_since_a_snapshot_is_known_on_every_rank(world_size: int) -> None:
+    for still, moved, broken in run_ranks(moved_since_a_snapshot, world_size=world_size):
+        assert set(still.values()) == {0.0} and {"embedding", "block_0", "block_3", "final_norm"} <= still.keys()
+        assert moved == pytest.approx({**still, "block_2": 0.5}, rel=1e-5)
+        assert broken == {**still, "block_2": math.inf}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from megastable.config.batch_rampup import HOW_TO_CALIBRATE
 from megastable.core.batch_rampup import Batch
@@ -14,6 +15,8 @@ RAMP = "megastable.batch_rampup"
 MOST_IDLE = 0.2
 FAR_TOO_IDLE = 1 / 3
 """Shares of a pipeline's time in which its stages wait: the most that passes, and that from which it is a warning."""
+LARGEST_JUMP = 4
+"""Times by which one step of a ramp may raise the global batch: doublings are customary."""
 FAR_OUTSIDE = 4
 """Times by which a size leaves its customary range before that is a warning."""
 
@@ -137,6 +140,19 @@ def global_batch_is_customary(review: Review) -> Iterator[Finding]:
         f"are {low:,} to {high:,}",
         f"a largest batch of {low:,} to {high:,}, when the learning rate follows it",
     )
+
+
+def batch_grows_gradually(review: Review) -> Iterator[Finding]:
+    """Find a global batch that jumps: the noise of the gradient falls at once, and the learning rate no longer fits."""
+    for before, after in pairwise(phase.batch.global_batch_size for phase in review.plan.phases):
+        if after > LARGEST_JUMP * before:
+            yield Finding(
+                "warning",
+                _key(review, "increment"),
+                f"the global batch jumps from {before:,} to {after:,}, by {after / before:.3g} times: the learning "
+                "rate that suits the one may not suit the other, and Adam's second moments are of noisier gradients",
+                f"steps between them, each of at most {LARGEST_JUMP} times the one before",
+            )
 
 
 def accumulation_is_customary(review: Review) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from megastable.core.errors import UserError
 from megastable.planning.micro_batches import CALIBRATION_KEY, with_chosen_micro_batches
 from megastable.planning.preflight.batches import (
     accumulation_is_customary,
+    batch_grows_gradually,
     bubble_at_the_start_is_small,
     bubble_stays_small,
     chosen_micro_batches_are_shown,
@@ -81,6 +82,7 @@ RULES: tuple[Rule, ...] = (
     micro_batch_steps_are_reached,
     bubble_at_the_start_is_small,
     bubble_stays_small,
+    batch_grows_gradually,
     global_batch_is_customary,
     accumulation_is_customary,
     size_is_customary,
@@ -135,10 +137,15 @@ def preflight(
         return [Finding("error", CALIBRATION_KEY, str(error), instead)]
     text = look_at_text(run.megastable.data.source)
     review = Review.of(RunPlan.of(run, processes), assumed, gpus, text)
-    findings = [finding for rule in RULES for finding in rule(review)]
+    findings = findings_of(review)
     if assumed:
         findings.append(_assumption(review))
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
+
+
+def findings_of(review: Review) -> list[Finding]:
+    """Ask every rule, in the registry's order."""
+    return [finding for rule in RULES for finding in rule(review)]
 
 
 def _assumption(review: Review) -> Finding:

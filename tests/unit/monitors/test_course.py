@@ -16,7 +16,16 @@ from megastable.core.batch_rampup import Batch
 from megastable.core.records import Candidate, Judgement, StepResult, TrainingState, Verdict
 from megastable.core.robust import WindowOfBatches
 from megastable.monitors import Monitors
-from megastable.monitors.course import FEWEST_STEPS, SMOOTHED_STEPS, Divergence, Spikes
+from megastable.monitors.course import (
+    EVEN_STEPS,
+    FALLEN_STEPS,
+    FEWEST_STEPS,
+    SMOOTHED_STEPS,
+    Divergence,
+    Falls,
+    Repeats,
+    Spikes,
+)
 from megastable.monitors.monitor import Monitor, Seen
 from megastable.planning.run_plan import RunPlan
 from tests.support.tiny_run import tiny_run
@@ -221,3 +230,69 @@ def test_nothing_is_lost_on_a_resume(kind: type[Monitor], seed: int, at: int) ->
     observe(resumed, *steps[at:])
     assert json.dumps(resumed.state_dict()) == json.dumps(whole.state_dict())
     assert judge(resumed, 9.0, 50.0) == judge(whole, 9.0, 50.0)
+
+
+# Falls
+
+
+@quick
+@given(seed=st.integers(0, 2**32))
+def test_a_loss_that_falls_as_losses_do_is_not_judged(seed: int) -> None:
+    monitor = Falls(plan_of())
+    for each in noisy(seed, 200):
+        assert judge(monitor, each.result.loss) == []
+        observe(monitor, each)
+
+
+@quick
+@given(seed=st.integers(0, 2**32), depth=st.floats(0.7, 3.0))
+def test_a_loss_that_stays_far_below_is_judged_at_its_fourth_step(seed: int, depth: float) -> None:
+    monitor = Falls(plan_of())
+    observe(monitor, *noisy(seed, 150))
+    low = 3.67 - 1.5 - depth
+    for number in range(1, FALLEN_STEPS + 1):
+        judged = judge(monitor, low)
+        assert [each.kind for each in judged] == ["fall"] * (number == FALLEN_STEPS)
+        resumed = Falls(plan_of())
+        resumed.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
+        monitor = resumed
+        observe(monitor, step(low))
+        assert monitor.suspects_harm
+
+
+def test_a_single_easy_batch_is_not_judged() -> None:
+    monitor = Falls(plan_of())
+    for number, each in enumerate(noisy(1, 150)):
+        loss = 0.1 if number > 50 and number % FALLEN_STEPS == 0 else each.result.loss
+        assert judge(monitor, loss) == []
+        observe(monitor, step(loss))
+
+
+# Repeats
+
+
+@quick
+@given(seed=st.integers(0, 2**32), sizes=st.sampled_from([lambda index: 16, lambda index: 16 if index < 90 else 256]))
+def test_noisy_losses_are_not_repeats(seed: int, sizes: Any) -> None:
+    monitor = Repeats(plan_of())
+    for each in noisy(seed, 250, sizes):
+        assert judge(monitor, each.result.loss, size=each.batch.global_batch_size) == []
+        observe(monitor, each)
+
+
+@quick
+@given(seed=st.integers(0, 2**32))
+def test_an_even_loss_is_judged_at_its_eighth_step(seed: int) -> None:
+    monitor = Repeats(plan_of())
+    observe(monitor, *noisy(seed, 150), step(9.0))
+    for number in range(1, EVEN_STEPS + 1):
+        low = 3.5 - 0.002 * number
+        judged = judge(monitor, low)
+        if number == 1:  # the first of them is another batch than the one before
+            assert judged == []
+        resumed = Repeats(plan_of())
+        resumed.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
+        monitor = resumed
+        observe(monitor, step(low))
+    assert monitor.suspects_harm
+    assert [each.kind for each in judge(monitor, 3.5 - 0.002 * (EVEN_STEPS + 1))] == ["repeat"]

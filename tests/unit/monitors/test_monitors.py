@@ -33,7 +33,7 @@ LEARNING_RATE = 0.004
 
 def watched(headroom: float = 0.01, layers: dict[str, dict[str, float]] | None = None) -> Watched:
     layers = layers or {"block_0": {"max_activation": 655.04, "max_attention_logit": 3.0}}
-    return Watched(layers, headroom, next(iter(layers)), 0, 0.5, {"stage_0": 0.5}, 1.0, None)
+    return Watched(layers, headroom, next(iter(layers)), 0, 0.5, {"stage_0": 0.5}, 1.0, None, (0.5,) * 4, (1.0,) * 4)
 
 
 def seen(step: int, batch_size: int = 4, **result: Any) -> Seen:

@@ -233,6 +233,13 @@ CASES = (
         says="25,152 rows a tensor rank",
     ),
     Case(
+        "batch_grows_gradually",
+        (f'{M}.batch_rampup={{"steps": [[0, 128], [12800, 1024]]}}',),
+        f"{M}.batch_rampup.steps",
+        (f'{M}.batch_rampup={{"steps": [[0, 128], [12800, 512]]}}',),
+        says="from 128 to 1,024, by 8 times",
+    ),
+    Case(
         "ramp_ends_within_the_run",
         (ramp(128, 512, 10**7),),
         f"{M}.batch_rampup",

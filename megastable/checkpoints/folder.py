@@ -13,8 +13,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Final, Literal
 
-from megastable.checkpoints.manifest import Manifest, flush_to_disk, read_manifest, step_in_name
+from megastable.checkpoints.manifest import Manifest, read_manifest, step_in_name
 from megastable.core.errors import UserError
+from megastable.core.flush import flush_to_disk
 
 PARTIAL_SUFFIX: Final = ".partial"
 """It is being written, or its writer died."""

@@ -26,6 +26,7 @@ from megastable.config.reading.faults import NO_VALUE, Fault
 from megastable.config.reading.messages import dotted
 from megastable.config.section import Section
 from megastable.core.errors import UserError
+from megastable.core.flush import flush_to_disk
 from megastable.core.records import Rollback, TrainingState
 
 MANIFEST_NAME: Final = "manifest.json"
@@ -292,17 +293,6 @@ def write_manifest(manifest: Manifest, folder: Path) -> None:
     path = folder / MANIFEST_NAME
     path.write_text(text, encoding="utf-8")
     flush_to_disk(path, folder)
-
-
-def flush_to_disk(*paths: Path) -> None:
-    """Return once files, or the names in folders, would survive a power cut."""
-    # A renamed or new file is safe only when its folder is flushed, too: the name is an entry of the folder.
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from filelock import FileLock, Timeout
 
 from megastable.core.errors import UserError
+from megastable.core.flush import flush_to_disk
 from megastable.data.beside import meta_path, tokenizer_path
 from megastable.data.corpus import SplitDocuments, note_remarks
 from megastable.data.indexed_format import index_path, tokens_path
@@ -242,12 +243,6 @@ def _listed(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[: lines.rfind("\n") + 1].splitlines()]
 
 
-def _flush(path: Path) -> None:
-    """Bring a file onto the disk: a power cut must not leave its name with less in it."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
 def _publish(folder: Path, prefix: Path) -> Built:
     """Move what was built to its place, the indices last: a pair that has one is whole."""
     record = folder / META_FILE
@@ -266,7 +261,7 @@ def _publish(folder: Path, prefix: Path) -> Built:
         moves |= {path_of(source): path_of(target) for source, target in pairs.items()}
     for source in moves:
         if source.is_file():
-            _flush(source)
+            flush_to_disk(source)
     for source, target in moves.items():
         # An earlier call may have been ended in the midst of this.
         if source.exists():

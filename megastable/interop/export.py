@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megastable.checkpoints.manifest import flush_to_disk
 from megastable.core.errors import UserError
 from megastable.core.families.family import Family, MappedTensor
 from megastable.core.families.registry import FAMILIES, expressing_families, nearest_family
+from megastable.core.flush import flush_to_disk
 from megastable.engine.tensor_file import TensorEntry, write_tensor_stream
 from megastable.interop.model_card import model_card
 from megastable.interop.progress import Progress

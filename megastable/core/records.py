@@ -126,7 +126,7 @@ class Culprit:
     replica: int
     tensor_rank: int
     micro_batch: int | None
-    """Of those of the replica, counted from 0; None where it was there before all of them."""
+    """Of those of the replica, counted from 0; None for what was there before all of them, and for the sum of all."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ from megastable.core.labels import IGNORED_LABEL
 from megastable.core.layout import ParallelLayout
 from megastable.core.records import Culprit
 from megastable.data import MicroBatch
-from megastable.engine.instructions import Execute
+from megastable.engine.instructions import Execute, accumulated_gradient
 from megastable.engine.pipeline_module import GptPipeline
 from megastable.engine.random_state import random_state, set_random_state
 from megastable.model.ends import LogitCap
@@ -32,7 +33,9 @@ from megastable.model.ends import LogitCap
 T = TypeVar("T")
 
 BEFORE_ALL = -1
-"""Stands for a micro-batch in the order of what is found: weights are there before the first one."""
+AFTER_ALL = sys.maxsize
+"""They stand for a micro-batch in the order of what is found: weights are there before the first one, and gradients are
+summed after the last."""
 DATA, FORWARD, BACKWARD = range(3)
 """In the order in which a micro-batch meets them."""
 
@@ -102,7 +105,14 @@ class Replay:
             engine.total_loss = None
             engine._compute_loss = True
             engine._exec_schedule(engine._train_schedule())
+        culprit = self._first_of_all_ranks()
+        if culprit is None:
+            self._look_at_sums()
+            culprit = self._first_of_all_ranks()
         self._discard_gradients()
+        return culprit
+
+    def _first_of_all_ranks(self) -> Culprit | None:
         own: list[tuple[Place, Culprit]] = [] if self._found is None else [self._found]
         findings = self.gathered(own)
         if not findings:
@@ -211,6 +221,22 @@ class Replay:
             self._note(_num_not_finite(parameter.detach()), parameter.numel(), "weights", name, "weight")
         self._phase = None
 
+    def _look_at_sums(self) -> None:
+        """Look at gradients that are finite one by one: summed over the micro-batches, then over the replicas."""
+        self._micro_batch = AFTER_ALL
+        self._phase = BACKWARD
+        self._num_looked_at = 0
+        replicas = self._engine.grid.get_data_parallel_group()
+        for parameter, name in self._module.parameter_names().items():
+            # Of a parameter that took no part there is none, on any replica.
+            gradient = accumulated_gradient(parameter)
+            if gradient is not None:
+                self._look_at(gradient, name, "gradient summed over the micro-batches")
+                total = gradient.clone()
+                dist.all_reduce(total, group=replicas)
+                self._look_at(total, name, "gradient summed over the replicas")
+        self._phase = None
+
     def _looked_at(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Pass micro-batches on, and look for ids that the vocabulary does not have."""
         for number, micro_batch in enumerate(micro_batches):
@@ -245,7 +271,7 @@ class Replay:
             stage=stage,
             replica=self._engine.grid.get_data_parallel_id(),
             tensor_rank=self._engine.grid.get_tensor_model_parallel_rank(),
-            micro_batch=None if self._micro_batch == BEFORE_ALL else self._micro_batch,
+            micro_batch=None if self._micro_batch in (BEFORE_ALL, AFTER_ALL) else self._micro_batch,
         )
         self._found = (place, culprit)
 

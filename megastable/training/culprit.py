@@ -37,7 +37,8 @@ class CulpritSearch:
         self._engine = engine
         self._order = order
         self._micro_batches_of = micro_batches_of
-        self._is_told = False
+        self._is_spike_told = False
+        self._is_break_told = False
 
     def events(self, before: TrainingState, seen: Seen, events: list[Event]) -> list[Event]:
         """Return an event that names the culprit of a step, where it went wrong.
@@ -48,13 +49,13 @@ class CulpritSearch:
         """
         is_spike = any(event.kind == SPIKE for event in events)
         is_broken = self._is_broken(seen)
-        if not (is_spike or is_broken):
-            # An overflow that the scale may end is neither: it is not searched, and the row goes on.
-            self._is_told = self._is_told and seen.result.skipped
+        # A loss that runs away spikes before it breaks, so that either has a row of its own. An overflow that the scale
+        # may end is neither: it is not searched, and the row goes on.
+        is_told = self._is_break_told if is_broken else self._is_spike_told
+        self._is_spike_told = is_spike or (self._is_spike_told and seen.result.skipped)
+        self._is_break_told = is_broken or (self._is_break_told and seen.result.skipped)
+        if is_told or not (is_spike or is_broken):
             return []
-        if self._is_told:
-            return []
-        self._is_told = True
         with self._engine.progress.at_length("looking for the culprit of a step"):
             micro_batches = self._micro_batches_of(seen.batch, before.data_position)
             samples = self._samples_of(before, seen.batch)
@@ -111,6 +112,8 @@ def _text_of(culprit: Culprit, samples: list[int]) -> str:
     name = f"{culprit.layer}.{culprit.module}" if culprit.module else culprit.layer
     if culprit.origin == "weights":
         return f"the weight {name} is itself not finite: {elements} {rank}"
+    if culprit.micro_batch is None:
+        return f"every gradient of a micro-batch is finite, and the {culprit.tensor} is not: {name}, {elements}, {rank}"
     of = f"micro-batch {culprit.micro_batch} (samples {', '.join(f'{sample:,}' for sample in samples)})"
     if culprit.origin == "data":
         return f"the data has {culprit.tensor}: {elements} of the {culprit.layer} of {of}, {rank}"

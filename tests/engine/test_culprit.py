@@ -200,6 +200,26 @@ def test_an_id_that_the_vocabulary_lacks_is_named_with_its_sample(tmp_path: Path
     assert len(data["samples"]) == 1
 
 
+def gradient_is_huge(step: int, layer: str) -> None:
+    """Let the gradient of a weight be finite in every micro-batch, and their sum beyond fp32."""
+
+    def act(engine: Any) -> None:
+        block = block_of(engine, layer)
+        if block is not None:
+            block.attention.output.weight.register_hook(lambda gradient: torch.full_like(gradient, 2e38))
+
+    at_step(step, act)
+
+
+def test_a_sum_that_overflows_is_not_taken_for_a_fault_that_has_gone(tmp_path: Path) -> None:
+    run(tmp_path, gradient_is_huge, PIPELINE, step=FAULT_AT, layer="block_2")
+    (culprit,) = culprits(tmp_path)
+    data = culprit["data"]
+    assert (data["origin"], data["layer"], data["module"]) == ("backward", "block_2", "attention.output.weight")
+    assert data["tensor"] == "gradient summed over the micro-batches" and data["micro_batch"] is None
+    assert "every gradient of a micro-batch is finite" in culprit["text"]
+
+
 SPIKING: dict[str, Any] = {
     "megastable__training": {"total_steps": 38, "seed": 7},
     "megastable__stability": {"guard": "skip", "window_steps": 16, "spike_deviations": 5},
@@ -253,3 +273,17 @@ def feed_and_do_not_search(position: int) -> None:
     """Give a step a loss that is not finite, whose culprit nobody looks for."""
     feed(position, label=301)
     vars(loop)["CulpritSearch"].events = lambda *_: []
+
+
+def feed_a_spike_and_a_break(position: int) -> None:
+    """Give a step random labels, and the two after it a loss that is not finite."""
+    feed(position, label=None)
+    feed(position + BATCH, label=301)
+    feed(position + 2 * BATCH, label=301)
+
+
+@pytest.mark.slow
+def test_a_break_right_after_a_spike_is_searched_too_and_each_once_in_a_row(tmp_path: Path) -> None:
+    changes = SPIKING | {"megastable__stability": {"window_steps": 16, "spike_deviations": 5}}
+    run(tmp_path, feed_a_spike_and_a_break, changes | PIPELINE, position=35 * BATCH + 3)
+    assert [(event["step"], event["data"]["origin"]) for event in culprits(tmp_path)] == [(36, "samples"), (37, "data")]

@@ -27,19 +27,27 @@ class Preference:
     """What a rank prefers among passes that can start; gradients come first, since others wait for them.
 
     Attributes:
-        late_chunk_first: of two forward passes, that of the chunk nearer to the loss.
+        share_by_stage: the activations of a rank are shared among its chunks by how long each is held, which is the
+            longer the further the stage is from the loss; without it the first chunk may take all but one.
         keep_deferred: second halves are run before a forward pass while more than so many are held.
     """
 
-    late_chunk_first: bool = True
+    share_by_stage: bool = False
     keep_deferred: int | None = None
 
 
 @dataclass
 class _Stage:
-    """How far a stage is; micro-batches pass in order, so that the arrivals are a queue."""
+    """How far a stage is; micro-batches pass in order, so that the arrivals are a queue.
+
+    Attributes:
+        room: a forward pass starts only while the rank holds fewer activations.
+        share: and while the stage holds fewer.
+    """
 
     chunk: int
+    room: int
+    share: int
     forward_arrivals: list[float] = field(default_factory=list)
     gradient_arrivals: list[float] = field(default_factory=list)
     forwards: int = 0
@@ -67,11 +75,23 @@ class _Lists:
         self.limit = limit
         self.preference = preference
         # [chunk] of every rank.
-        self.stages = [[_Stage(chunk) for chunk in range(placement.num_chunks)] for _ in range(placement.num_ranks)]
+        self.stages = [
+            [self._stage(rank, chunk) for chunk in range(placement.num_chunks)] for rank in range(placement.num_ranks)
+        ]
         self.stages[0][0].forward_arrivals = [0.0] * num_microbatches
         self.orders: list[list[Pass]] = [[] for _ in range(placement.num_ranks)]
         self.free_at = [0.0] * placement.num_ranks
         self.wakes = [(0.0, rank) for rank in range(placement.num_ranks)]
+
+    def _stage(self, rank: int, chunk: int) -> _Stage:
+        # A place is left for every later chunk, so that micro-batches that have begun can always be ended.
+        room = self.limit.activations - (self.placement.num_chunks - 1 - chunk)
+        share = room
+        if self.preference.share_by_stage:
+            num_stages = self.placement.num_stages
+            stages_to_loss = num_stages - self.placement.stage(rank, chunk)
+            share = max(1, self.limit.activations * stages_to_loss // (num_stages + 1))
+        return _Stage(chunk, room, share)
 
     def run(self) -> tuple[tuple[Pass, ...], ...]:
         """Schedule all passes, in the order of their starts."""
@@ -94,11 +114,10 @@ class _Lists:
                     return PassKind.INPUT_BACKWARD, stage
         keep = self.preference.keep_deferred
         if keep is None or deferred <= keep:
-            for stage in reversed(stages) if self.preference.late_chunk_first else stages:
-                # A place is left for every later chunk, so that micro-batches that have begun can always be ended.
-                if activations < self.limit.activations - (len(stages) - 1 - stage.chunk) and _has_arrived(
-                    stage.forward_arrivals, stage.forwards, now
-                ):
+            # Of two forward passes, that of the chunk nearer to the loss.
+            for stage in reversed(stages):
+                has_room = activations < stage.room and stage.forwards - stage.gradients < stage.share
+                if has_room and _has_arrived(stage.forward_arrivals, stage.forwards, now):
                     return PassKind.FORWARD, stage
         if deferred:
             # The chunk that has waited longest.

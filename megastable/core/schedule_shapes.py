@@ -107,6 +107,8 @@ def listed(task: Task) -> Iterator[Orders]:
     most = min(task.limit.activations, num_chunks * (task.num_microbatches + 1))
     held = {max(num_chunks, min(most, count)) for count in (num_chunks * num_ranks, 3 * num_ranks, most)}
     preferences = [Preference(keep_deferred=keep) for keep in (None, 0, 1, num_ranks)]
+    if num_chunks > 1:
+        preferences.append(Preference(share_by_stage=True))
     for activations in sorted(held):
         limit = MemoryLimit(activations, task.limit.deferred)
         for preference in preferences:

@@ -18,7 +18,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.11",
     packages=find_packages(include=["megastable", "megastable.*"]),
-    package_data={"megastable.cli": ["report_page/*"]},
+    package_data={"megastable.cli": ["report_page/*", "timeline.css"]},
     install_requires=[
         "torch>=2.13,<2.14",
         "deepspeed==0.19.8",

@@ -25,7 +25,7 @@ from megastable.cli.watch import watch_run
 from megastable.config import json_schema
 from megastable.config.limits import MOST_PROCESSES
 from megastable.core.devices import DEVICES
-from megastable.core.errors import shown
+from megastable.core.errors import UserError, shown
 from megastable.core.scripts import run_script
 from megastable.planning.data_sheet_cost import DEFAULT_EFFICIENCY
 from megastable.planning.preflight.preflight import preflight
@@ -173,6 +173,10 @@ Search = Annotated[bool, typer.Option("--search", help="rank the layouts that so
 RampPicture = Annotated[
     Path | None, typer.Option(help="draw batch, TFLOPs and time over samples into this .png, .svg or .pdf")
 ]
+TimelinePath = Annotated[
+    Path | None,
+    typer.Option(help="draw a step of the first phase, every rank's passes, into this .html, or .json for Perfetto"),
+]
 PlanAsJson = Annotated[bool, typer.Option("--json", help="print one object instead of tables")]
 
 
@@ -189,10 +193,11 @@ def plan(
     save_calibration: NewCalibrationPath = None,
     search: Search = False,
     plot: RampPicture = None,
+    timeline: TimelinePath = None,
     as_json: PlanAsJson = False,
 ) -> None:
     """Tell what a run will take before it is launched: steps, time, memory. No GPU, and nothing is
-    written but the files that --plot and --save-calibration ask for.
+    written but the files that --plot, --timeline and --save-calibration ask for.
 
     The ramp is expanded as training will do it: the first step and sample of
     every batch, its micro-batches, and the share of the time that a pipeline
@@ -231,9 +236,11 @@ def plan(
         config, overrides or [], devices, device, peak_tflops, memory_gib, efficiency, calibration, save_calibration
     )
     if search:
+        if timeline is not None:
+            raise UserError("--timeline draws a step of one layout, and --search compares many; give one of them")
         print_layouts(request, as_json)
     else:
-        print_forecast(request, plot, as_json)
+        print_forecast(request, plot, timeline, as_json)
 
 
 @app.command()

@@ -23,6 +23,7 @@ from megastable.cli.tables import (
     whole,
     wide_console,
 )
+from megastable.cli.timeline import check_timeline_suffix, write_timelines
 from megastable.core.errors import UserError, shown
 from megastable.core.memory import GIB
 from megastable.planning.calibration import CalibrationFile
@@ -32,6 +33,7 @@ from megastable.planning.memory import host_copies
 from megastable.planning.micro_batches import load_plan
 from megastable.planning.run_plan import RunPlan, load_run
 from megastable.planning.search import Candidate, search_layouts
+from megastable.planning.timelines import first_phase_timelines
 
 RAMP_COLUMNS = ("step", "sample", "steps", "batch", "micro-batches", "bubble", "idle", "a step", "TFLOPs", "time")
 SHOWN_PHASES = 12
@@ -59,12 +61,18 @@ class PlanRequest:
 # The forecast of one layout
 
 
-def print_forecast(request: PlanRequest, picture: Path | None, json_wanted: bool) -> None:
-    """Forecast the run on its own layout, draw the ramp into ``picture`` where one is named, and print.
+def print_forecast(request: PlanRequest, picture: Path | None, timeline: Path | None, json_wanted: bool) -> None:
+    """Forecast the run on its own layout, write the picture and the timeline that are asked for, and print.
+
+    Args:
+        picture: of the ramp.
+        timeline: of a step, a page or a trace.
 
     Raises:
-        UserError: the run file or an option is refused, or the picture cannot be written.
+        UserError: the run file or an option is refused, or a file cannot be written.
     """
+    if timeline is not None:
+        check_timeline_suffix(timeline)
     # A calibration that is measured now may be the file by which the run's micro-batch sizes are to be chosen, and
     # does not exist yet: measure with the file's own size, and choose when the calibration is written.
     plan, devices_assumed = load_plan(
@@ -86,6 +94,8 @@ def print_forecast(request: PlanRequest, picture: Path | None, json_wanted: bool
     # Before anything is printed, so that a picture that is refused leaves one message and no output.
     if picture is not None:
         plot_forecast(result, picture)
+    if timeline is not None:
+        write_timelines(first_phase_timelines(plan, basis), str(request.config), timeline)
     if json_wanted:
         print(as_json(result.as_dict()))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megastable.cli.main import app
+from megastable.planning import timelines
 from megastable.planning.micro_batches import load_plan
 from tests.support.tiny_run import run_dict
 from tests.unit.cli.test_cli import PNG, exit_of_main
@@ -118,6 +120,53 @@ def test_plot_draws_the_ramp(run_file: str, tmp_path: Path, device: tuple[str, .
     assert output.read_bytes().startswith(PNG)
 
 
+@pytest.mark.parametrize("device", [(), CPU], ids=["no device", "a device"])
+def test_a_timeline_is_a_page_with_every_pass_of_every_shape(
+    run_file: str, tmp_path: Path, device: tuple[str, ...]
+) -> None:
+    output = tmp_path / "step.html"
+    assert plan(run_file, *device, "--timeline", str(output))[0] == 0
+    page = output.read_text()
+    microbatches = load_plan(Path(run_file), None)[0].phases[0].batch.num_microbatches
+    for shape, chunks in (("1f1b", 1), ("zb_h1", 1), ("v", 2)):
+        drawn = page.split(f'aria-label="{shape}"')[1].split("</svg>")[0]
+        assert drawn.count("<title>forward") == 2 * chunks * microbatches
+    # A page for a talk has to open anywhere.
+    assert not re.search(r"(src|href)=|url\(|@import", page)
+
+
+def test_a_timeline_escapes_the_name_of_the_run_file(tmp_path: Path) -> None:
+    path = tmp_path / "a<b>&.json"
+    path.write_text(json.dumps(run_dict(megastable__pipeline__num_stages=2)))
+    output = tmp_path / "step.html"
+    assert plan(str(path), "--timeline", str(output))[0] == 0
+    assert "a&lt;b&gt;&amp;.json" in output.read_text()
+    assert "<b>&" not in output.read_text()
+
+
+def test_a_timeline_is_a_trace_whose_step_of_1f1b_is_a_second_where_no_device_is_known(
+    run_file: str, tmp_path: Path
+) -> None:
+    output = tmp_path / "step.json"
+    assert plan(run_file, "--timeline", str(output))[0] == 0
+    trace = json.loads(output.read_text())
+    passes = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in passes} == {0, 1, 2}
+    ends = [event["ts"] + event["dur"] for event in passes if event["pid"] == 0]
+    assert max(ends) == pytest.approx(1e6)
+    assert "1F1B" in trace["otherData"]["unit"]
+
+
+def test_a_timeline_of_too_many_passes_is_refused(
+    run_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "step.html"
+    monkeypatch.setattr(timelines, "MOST_PASSES", 7)
+    assert exit_of_main(monkeypatch, "plan", run_file, "--timeline", str(output)) == 2
+    assert "at most 7 are drawn" in capsys.readouterr().err
+    assert not output.exists()
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -134,6 +183,9 @@ def test_plot_draws_the_ramp(run_file: str, tmp_path: Path, device: tuple[str, .
         (("--save-calibration", "nowhere/new.json", "--device", "cpu"), "nowhere/new.json"),
         (("--devices", "3"), "world size 3"),
         (("--plot", "out.doc"), "out.doc"),
+        (("--timeline", "out.doc"), "must end in .html or .json"),
+        (("--timeline", "nowhere/out.html"), "--timeline nowhere/out.html"),
+        (("--timeline", "out.html", "--search", *CPU), "--timeline"),
     ],
 )
 def test_a_users_mistake_is_one_message_and_exit_code_2(

@@ -24,7 +24,7 @@ ANY_BATCH = 1
 SMOOTHED_STEPS = 16
 EVEN_SHARE = 0.25
 EVEN_STEPS = 8
-"""Of noise, one change in seven is so small: eight in a row come once in ten million steps."""
+"""Of noise, one bend in seven is so small: eight in a row come once in ten million steps."""
 SUSPECTED_STEPS = 3
 FALLEN_STEPS = 4
 """Steps in a row that no easy batch explains."""
@@ -82,7 +82,8 @@ class Falls(Monitor):
     """Judges a run whose loss has been far below those of the steps before it for some steps in a row.
 
     Nobody learns so fast: the same text is read again and again, or what is to be predicted stands in the input. A
-    single such step may be an easy batch.
+    single such step may be an easy batch. It is told and no more, since a loss that falls does no harm by itself, and
+    may be what a run has found out; a new epoch, of text that was read before, is begun anew.
     """
 
     is_of_the_text = True
@@ -95,15 +96,23 @@ class Falls(Monitor):
 
     def observe(self, seen: Seen) -> Iterator[Event]:
         """Count a step whose update was applied and whose loss is too low, and remember any other."""
+        if _begins_an_epoch(seen):
+            self._begin_anew()
         if seen.result.skipped:
             return
         if self._is_too_low(seen.result.loss, seen.batch.global_batch_size):
             # Not remembered: in a window of fallen losses the next ones would look usual.
             self._steps_below += 1
+            if self._steps_below >= FALLEN_STEPS:  # told by now, and what is usual is another loss from here on
+                self._begin_anew()
             return
         self._losses.add(seen.result.loss, seen.batch.global_batch_size)
         self._steps_below = 0
         yield from ()
+
+    def _begin_anew(self) -> None:
+        self._losses = WindowOfBatches(self._settings.window_steps)
+        self._steps_below = 0
 
     def _is_too_low(self, loss: float, batch_size: int) -> bool:
         if not _are_enough(self._losses, self._settings.window_steps):
@@ -122,7 +131,7 @@ class Falls(Monitor):
             f"median of the steps before, {self._losses.median:.4f}, for {steps} steps: is the same text read again "
             "and again, or does the input hold what is to be predicted?"
         )
-        yield Judgement(Verdict.ROLLBACK, "fall", text, {"median": self._losses.median, "steps_below": steps})
+        yield Judgement(Verdict.WARN, "fall", text, {"median": self._losses.median, "steps_below": steps})
 
     @property
     def suspects_harm(self) -> bool:
@@ -141,10 +150,11 @@ class Falls(Monitor):
 
 
 class Repeats(Monitor):
-    """Judges a run whose loss has changed so little from step to step, for some steps, as that of a single batch does.
+    """Judges a run whose loss has gone on as evenly, for some steps, as that of a single batch does.
 
     Losses of other samples are noisy. That of samples which are read again and again falls smoothly, by what each
-    update learns of them; whether it falls far depends on the model.
+    update learns of them; whether it falls far depends on the model. What is looked at is how much a change of the loss
+    differs from the change before: noise does not cancel there, and a trend does, however steep it is or was.
     """
 
     is_of_the_text = True
@@ -152,46 +162,52 @@ class Repeats(Monitor):
     def __init__(self, plan: PlannedRun) -> None:
         super().__init__(plan)
         self._settings = plan.run.megastable.stability
-        self._changes: deque[float] = deque(maxlen=self._settings.window_steps)
-        self._last: float | None = None
+        self._bends: deque[float] = deque(maxlen=self._settings.window_steps)
+        self._recent: deque[float] = deque(maxlen=2)
         self._even_steps = 0
 
     def observe(self, seen: Seen) -> Iterator[Event]:
-        """Count a step whose update was applied and whose loss is even, and remember the change of any other."""
+        """Count a step whose update was applied and whose loss is even, and remember any other."""
         if seen.result.skipped:
             return
         loss = seen.result.loss
-        change = self._change(loss, seen.batch.global_batch_size)
-        self._last = loss
-        if change is None:
+        bend = self._bend(loss, seen.batch.global_batch_size)
+        self._recent.append(loss)
+        if bend is None:
             return
-        if self._is_even(change):
+        if self._is_even(bend):
             self._even_steps += 1
         else:
             self._even_steps = 0
         # Even ones in a row are not remembered: what is usual would become as even.
         if self._even_steps < SUSPECTED_STEPS:
-            self._changes.append(change)
+            self._bends.append(bend)
+        elif self._even_steps >= EVEN_STEPS:  # told by now: where nothing was done about it, it is what is usual
+            self._bends.clear()
+            self._even_steps = 0
         yield from ()
 
-    def _change(self, loss: float, batch_size: int) -> float | None:
-        """Return the change of the loss, times the root of the batch with which its noise falls."""
-        return None if self._last is None else abs(loss - self._last) * math.sqrt(batch_size)
+    def _bend(self, loss: float, batch_size: int) -> float | None:
+        """Return the second difference of the loss, times the root of the batch with which its noise falls."""
+        if len(self._recent) < 2:
+            return None
+        before, last = self._recent
+        return abs(loss - 2 * last + before) * math.sqrt(batch_size)
 
-    def _is_even(self, change: float) -> bool:
-        if len(self._changes) < max(FEWEST_STEPS, self._settings.window_steps // 4):
+    def _is_even(self, bend: float) -> bool:
+        if len(self._bends) < max(FEWEST_STEPS, self._settings.window_steps // 4):
             return False
-        return change < EVEN_SHARE * statistics.median(self._changes)
+        return bend < EVEN_SHARE * statistics.median(self._bends)
 
     def judge(self, candidate: Candidate) -> Iterator[Judgement]:
         """Yield a judgement at the last of the steps in a row."""
-        change = self._change(candidate.loss, candidate.global_batch_size)
+        bend = self._bend(candidate.loss, candidate.global_batch_size)
         steps = self._even_steps + 1
-        if change is None or steps < EVEN_STEPS or not self._is_even(change):
+        if bend is None or steps < EVEN_STEPS or not self._is_even(bend):
             return
         text = (
-            f"the loss, {candidate.loss:.4f}, has changed for {steps} steps by less than {EVEN_SHARE:g} of what it "
-            "usually does from step to step, as of a single batch: are the same samples read again and again?"
+            f"the loss, {candidate.loss:.4f}, has gone on for {steps} steps with less than {EVEN_SHARE:g} of its usual "
+            "noise, as that of a single batch: are the same samples read again and again?"
         )
         yield Judgement(Verdict.ROLLBACK, "repeat", text, {"even_steps": steps})
 
@@ -201,13 +217,13 @@ class Repeats(Monitor):
         return self._even_steps >= SUSPECTED_STEPS
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the usual changes, oldest first, the last loss, and the count of even steps."""
-        return {"changes": list(self._changes), "last": self._last, "even_steps": self._even_steps}
+        """Return the usual bends, oldest first, the last losses, and the count of even steps."""
+        return {"bends": list(self._bends), "recent": list(self._recent), "even_steps": self._even_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what was remembered."""
-        self._changes = deque(state["changes"], maxlen=self._settings.window_steps)
-        self._last = state["last"]
+        self._bends = deque(state["bends"], maxlen=self._settings.window_steps)
+        self._recent = deque(state["recent"], maxlen=2)
         self._even_steps = state["even_steps"]
 
 
@@ -272,6 +288,14 @@ class Divergence(Monitor):
         self._recent = deque(state["recent"], maxlen=SMOOTHED_STEPS)
         self._lowest = math.inf if state["lowest"] is None else state["lowest"]
         self._steps_above = state["steps_above"]
+
+
+def _begins_an_epoch(seen: Seen) -> bool:
+    if seen.samples_per_epoch is None:
+        return False
+    position = seen.state.data_position
+    before = position - seen.batch.global_batch_size
+    return position // seen.samples_per_epoch != before // seen.samples_per_epoch
 
 
 def _are_enough(window: WindowOfBatches, window_steps: int) -> bool:

@@ -257,7 +257,11 @@ def test_a_loss_that_stays_far_below_is_judged_at_its_fourth_step(seed: int, dep
         resumed.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
         monitor = resumed
         observe(monitor, step(low))
-        assert monitor.suspects_harm
+        assert monitor.suspects_harm == (number < FALLEN_STEPS)
+    # Told once: the lower loss is what is usual now.
+    for _ in range(150):
+        assert judge(monitor, low) == []
+        observe(monitor, step(low))
 
 
 def test_a_single_easy_batch_is_not_judged() -> None:
@@ -284,15 +288,28 @@ def test_noisy_losses_are_not_repeats(seed: int, sizes: Any) -> None:
 @given(seed=st.integers(0, 2**32))
 def test_an_even_loss_is_judged_at_its_eighth_step(seed: int) -> None:
     monitor = Repeats(plan_of())
-    observe(monitor, *noisy(seed, 150), step(9.0))
-    for number in range(1, EVEN_STEPS + 1):
+    # Two losses that are of no line with what comes then.
+    observe(monitor, *noisy(seed, 150), step(9.0), step(3.0))
+    for number in range(1, EVEN_STEPS + 2):
         low = 3.5 - 0.002 * number
-        judged = judge(monitor, low)
-        if number == 1:  # the first of them is another batch than the one before
-            assert judged == []
+        assert judge(monitor, low) == []
         resumed = Repeats(plan_of())
         resumed.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
         monitor = resumed
         observe(monitor, step(low))
     assert monitor.suspects_harm
-    assert [each.kind for each in judge(monitor, 3.5 - 0.002 * (EVEN_STEPS + 1))] == ["repeat"]
+    assert [each.kind for each in judge(monitor, 3.5 - 0.002 * (EVEN_STEPS + 2))] == ["repeat"]
+
+
+@quick
+@given(seed=st.integers(0, 2**32), fast=st.floats(0.01, 0.2), slow=st.floats(0.0, 0.005))
+def test_a_loss_that_falls_fast_and_then_hardly_is_no_repeat(seed: int, fast: float, slow: float) -> None:
+    """As in the first steps of a large model, whose noise is far below what it learns in a step."""
+    draw = random.Random(seed)
+    monitor = Repeats(plan_of())
+    loss = 11.0
+    for number in range(200):
+        loss -= fast if number < 50 else slow
+        noisy_loss = loss + draw.gauss(0, 0.01)
+        assert judge(monitor, noisy_loss) == []
+        observe(monitor, step(noisy_loss))

@@ -70,11 +70,15 @@ def host_copies(plan: RunPlan) -> HostCopies:
     settings = plan.run.megastable
     uses = []
     if settings.checkpoint.asynchronous:
-        # Whatever the interval: a file may ask for a save.
-        uses.append("a save in the background")
+        # A run that never saves by itself does so where the file SAVE asks for it.
+        asked = " where the file SAVE asks for one" if settings.checkpoint.save_interval is None else ""
+        uses.append(f"a save in the background{asked}")
     if settings.stability.guard == "rollback":
         interval = settings.stability.snapshot_interval
-        uses += ["the last good state", f"a state on trial (a copy every {interval:,} steps)"]
+        uses += [
+            "the last good state",
+            f"a state on trial (a copy every {interval:,} steps, timed in snapshot_seconds)",
+        ]
     most_parameters = max(plan.stage_parameters(stage) for stage in plan.cut.stages)
     held = -(-most_parameters // plan.layout.data_parallel_size)
     return HostCopies(tuple(uses), STATE_BYTES * held)

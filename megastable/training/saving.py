@@ -91,7 +91,7 @@ class Checkpoints:
             Its manifest; None where there is none.
         """
         seed = plan.run.megastable.training.seed
-        why_not = partial(_why_not_on_this_layout, plan)
+        why_not = partial(why_not_on_this_layout, plan)
         with self._progress.at_length("going back to a checkpoint"):
             manifest = load_newest(
                 self._writer.checkpoints, before_step, state, plan.layout, seed, self._recorder.note, why_not
@@ -122,7 +122,7 @@ class Checkpoints:
         self._recorder.record_event(Event(outcome.step, consumed_samples, "save_failed", text, data))
 
 
-def _why_not_on_this_layout(plan: RunPlan, manifest: Manifest) -> str | None:
+def why_not_on_this_layout(plan: RunPlan, manifest: Manifest) -> str | None:
     """Say why the run cannot go on from a checkpoint that is older than its own start; None where it can."""
     # Only the batches that were left at the start had to divide; before that the run may have had another layout.
     try:

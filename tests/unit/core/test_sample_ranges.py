@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastable.core.sample_ranges import next_ranges
+from megastable.core.sample_ranges import next_ranges, num_taken
 
 quick = settings(max_examples=200, deadline=None)  # no deadline: the machine may be busy
 ranges = st.tuples(st.integers(0, 60), st.integers(1, 20)).map(lambda drawn: (drawn[0], drawn[0] + drawn[1]))
@@ -44,3 +44,13 @@ def test_steps_of_any_size_take_the_same_positions(sizes: list[int], left_out: l
 
 def test_ranges_of_any_size_cost_nothing() -> None:
     assert next_ranges(5, 10**15, [(10, 10**15)]) == [(5, 10), (10**15, 2 * 10**15 - 5)]
+
+
+@quick
+@given(st.integers(0, 60), st.integers(0, 60), st.lists(ranges, max_size=6))
+def test_the_positions_that_are_not_left_out_are_counted(
+    first: int, length: int, left_out: list[tuple[int, int]]
+) -> None:
+    after = first + length
+    kept = [each for each in range(first, after) if not any(begin <= each < end for begin, end in left_out)]
+    assert num_taken(first, after, left_out) == len(kept)

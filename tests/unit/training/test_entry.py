@@ -13,12 +13,14 @@ from types import SimpleNamespace
 import pytest
 
 from megastable.config import RunConfig
-from megastable.core.errors import shown
+from megastable.core.errors import UserError, shown
+from megastable.core.launch import Launch
 from megastable.core.records import TrainingState
 from megastable.planning.run_plan import RunPlan
 from megastable.training import entry
 from megastable.training.entry import run_command
-from megastable.training.start import RunRequest, Start
+from megastable.training.run_folder import RunFolder
+from megastable.training.start import RunRequest, Start, find_start
 from tests.support.checkpoints import write_checkpoint
 from tests.support.odd_names import ODD_NAMES
 from tests.support.tiny_run import run_dict, tiny_run
@@ -361,3 +363,42 @@ def test_a_command_line_is_refused_once_and_by_rank_0(
     assert caught.value.code == 2 and waited == [entry.RANK_0_SPEAKS_FIRST_SECONDS]
     text = capsys.readouterr().err
     assert "unrecognized arguments: runs; a path with a blank has to be quoted" in text and "usage:" in text
+
+
+SKIPPED = {"skipped_steps": {"consecutive_skips": 2}}
+
+
+def saved_in_skips(step: int, request: RunRequest) -> Path:
+    assert request.run_dir is not None
+    folder = request.run_dir / "checkpoints" / f"step_{step:08d}"
+    return write_checkpoint(folder, tiny_run(), TrainingState(step=step, consumed_samples=4 * step), monitors=SKIPPED)
+
+
+def test_a_run_whose_last_steps_were_skipped_is_over_and_goes_on_before_them_once_it_is_longer(
+    request_of_tiny_run: RunRequest, planned: list[tuple[RunPlan, Path | None]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = changed(request_of_tiny_run, resume=True)
+    before = saved_at(4, request)
+    last = saved_in_skips(8, request)
+    assert run_command(request) == 0 and f"nothing to do: {last}" in capsys.readouterr().out
+    longer = changed(request, overrides=("megastable.training.total_steps=20",))
+    assert run_command(longer) == 0
+    assert [found for _, found in planned] == [before]
+
+
+def test_of_damaged_checkpoints_and_one_in_skips_that_one_is_gone_on_from(request_of_tiny_run: RunRequest) -> None:
+    """Damage that only checksums show is found after the choice was made."""
+    request = changed(request_of_tiny_run, resume=True)
+    damaged = [saved_at(step, request) for step in (2, 3)]
+    in_skips = saved_in_skips(4, request)
+    assert request.run_dir is not None
+    warnings: list[str] = []
+    start = find_start(request, Launch.detect({}), RunFolder(request.run_dir), warnings.append)
+    met = []
+    while start.checkpoint != in_skips:
+        met.append(start.checkpoint)
+        start = start.older(["a file has another checksum"])
+    assert met == damaged[::-1]
+    assert f"{in_skips} is taken all the same" in warnings[-1]
+    with pytest.raises(UserError, match="only damaged ones"):
+        start.older(["this one has, too"])

@@ -32,7 +32,7 @@ class Watched:
     rank_busy_seconds: tuple[float, ...]
     """Of every rank, in its passes."""
     rank_host_memory_gib: tuple[float, ...]
-    """Of every rank's process."""
+    """Of every rank's process, without the pages that it shares, such as those of a file of tokens."""
 
 
 @dataclass(frozen=True)

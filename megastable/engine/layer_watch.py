@@ -66,7 +66,7 @@ class LayerWatch:
         """Stop measuring, and gather what all ranks measured; collective."""
         for part in self._parts:
             part.enabled = False
-        sums, busy, host_memory = self._summed()
+        sums, (busy, host_memory, unshared_memory) = self._summed()
         maxima, device_memory, longest = self._largest(step_seconds)
         slowest_rank = max(range(len(busy)), key=busy.__getitem__)
         # Headroom: how much of the largest number of the format is used, by the layer that uses most of it.
@@ -82,10 +82,10 @@ class LayerWatch:
             host_memory_gib=max(host_memory) / GIB,
             device_memory_gib=device_memory / GIB if device_memory else None,
             rank_busy_seconds=tuple(busy),
-            rank_host_memory_gib=tuple(resident / GIB for resident in host_memory),
+            rank_host_memory_gib=tuple(own / GIB for own in unshared_memory),
         )
 
-    def _summed(self) -> tuple[list[list[float]], list[float], list[float]]:
+    def _summed(self) -> tuple[list[list[float]], list[list[float]]]:
         """Sum over all ranks.
 
         Returns:
@@ -93,12 +93,15 @@ class LayerWatch:
         """
         own = self._updates.sums
         # Each rank fills its own place, so the sum collects them, in the collective that is needed anyway.
-        ranks = own.new_zeros(2, dist.get_world_size())
-        ranks[:, dist.get_rank()] = own.new_tensor([self._busy.seconds, psutil.Process(os.getpid()).memory_info().rss])
+        ranks = own.new_zeros(3, dist.get_world_size())
+        memory = psutil.Process(os.getpid()).memory_info()
+        # Pages of a mapped file of tokens are resident, too, the more of them were read; only Linux tells them apart.
+        unshared = memory.rss - getattr(memory, "shared", 0)
+        ranks[:, dist.get_rank()] = own.new_tensor([self._busy.seconds, memory.rss, unshared])
         together = torch.cat([own.flatten(), ranks.flatten()])
         dist.all_reduce(together)
-        busy, host_memory = together[own.numel() :].view_as(ranks).tolist()
-        return together[: own.numel()].view_as(own).tolist(), busy, host_memory
+        of_ranks: list[list[float]] = together[own.numel() :].view_as(ranks).tolist()
+        return together[: own.numel()].view_as(own).tolist(), of_ranks
 
     def _by_stage(self, busy: list[float]) -> dict[str, float]:
         """Average over the ranks of every stage, which are neighbours, see ``core.layout``."""

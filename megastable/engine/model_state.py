@@ -126,8 +126,10 @@ class ModelState:
             return
         present = scaler.cur_scale
         scaler.cur_scale = scale
-        yield
-        scaler.cur_scale = present
+        try:
+            yield
+        finally:
+            scaler.cur_scale = present
 
     def weights_follow_masters(self) -> None:
         """Round the masters to the weights that are computed with, on all replicas; collective."""

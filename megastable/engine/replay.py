@@ -135,9 +135,11 @@ class Replay:
         offset_after = module.micro_offset
         set_random_state(self._random)
         module.micro_offset = self._micro_offset
-        yield
-        set_random_state(after)
-        module.micro_offset = offset_after
+        try:
+            yield
+        finally:
+            set_random_state(after)
+            module.micro_offset = offset_after
 
     @contextlib.contextmanager
     def _without_update(self) -> Iterator[None]:
@@ -151,8 +153,10 @@ class Replay:
             schedule.ForwardPass: self._followed(table[schedule.ForwardPass], FORWARD),
             schedule.BackwardPass: self._followed(table[schedule.BackwardPass], BACKWARD),
         }
-        yield
-        engine._INSTRUCTION_MAP = table
+        try:
+            yield
+        finally:
+            engine._INSTRUCTION_MAP = table
 
     def _followed(self, execute: Execute, phase: int) -> Execute:
         """Return a pass that notes what it is of; every kind of pass meets the micro-batches in their order."""
@@ -177,9 +181,11 @@ class Replay:
             handles.append(module.register_forward_hook(self._forward_hook(name, module)))
         for parameter, name in self._module.parameter_names().items():
             handles.append(parameter.register_hook(self._gradient_hook(name, "gradient")))
-        yield
-        for handle in handles:
-            handle.remove()
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _forward_hook(self, name: str, module: nn.Module) -> Callable[..., None]:
         if isinstance(module, LogitCap):
@@ -281,6 +287,12 @@ def _do_nothing(engine: PipelineEngine) -> None:
 
 
 def _num_not_finite(tensor: Tensor) -> int:
+    if tensor.numel() == 0:
+        return 0
+    # What is finite, as nearly everything is, is seen without a mask of the tensor's size: both ends are numbers then.
+    ends = torch.stack(torch.aminmax(tensor))
+    if bool(ends.isfinite().all()):
+        return 0
     return tensor.numel() - int(torch.isfinite(tensor).sum())
 
 

@@ -14,10 +14,13 @@ from megastable.data import MicroBatch
 
 
 def one_by_one(micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-    """Cut micro-batches into their samples, each with the number of its own labels that count as denominator."""
+    """Cut micro-batches into their samples, each with the number of its own labels that count as denominator.
+
+    A sample without any, such as a prompt alone, has a loss of 0.
+    """
     for ids, (labels, _) in micro_batches:
         for own_ids, own_labels in zip(ids.split(1), labels.split(1), strict=True):  # (1, seq) each
-            yield own_ids, (own_labels, (own_labels != IGNORED_LABEL).sum().to(torch.float32))
+            yield own_ids, (own_labels, (own_labels != IGNORED_LABEL).sum().clamp(min=1).to(torch.float32))
 
 
 def gathered_losses(engine: PipelineEngine, batch: Batch) -> list[float]:

@@ -24,7 +24,8 @@ ANY_BATCH = 1
 SMOOTHED_STEPS = 16
 EVEN_SHARE = 0.25
 EVEN_STEPS = 8
-"""Of noise, one bend in seven is so small: eight in a row come once in ten million steps."""
+"""Of noise, one bend in seven is so small. Neighbouring bends share losses, so that eight in a row are not as rare as
+eight by themselves: about once in a million steps."""
 SUSPECTED_STEPS = 3
 FALLEN_STEPS = 4
 """Steps in a row that no easy batch explains."""
@@ -155,6 +156,8 @@ class Repeats(Monitor):
     Losses of other samples are noisy. That of samples which are read again and again falls smoothly, by what each
     update learns of them; whether it falls far depends on the model. What is looked at is how much a change of the loss
     differs from the change before: noise does not cancel there, and a trend does, however steep it is or was.
+
+    It is told once and no more: where noise itself has become less, as of other text, that is usual from then on.
     """
 
     is_of_the_text = True
@@ -182,7 +185,7 @@ class Repeats(Monitor):
         # Even ones in a row are not remembered: what is usual would become as even.
         if self._even_steps < SUSPECTED_STEPS:
             self._bends.append(bend)
-        elif self._even_steps >= EVEN_STEPS:  # told by now: where nothing was done about it, it is what is usual
+        elif self._even_steps >= EVEN_STEPS:  # told by now
             self._bends.clear()
             self._even_steps = 0
         yield from ()
@@ -209,7 +212,7 @@ class Repeats(Monitor):
             f"the loss, {candidate.loss:.4f}, has gone on for {steps} steps with less than {EVEN_SHARE:g} of its usual "
             "noise, as that of a single batch: are the same samples read again and again?"
         )
-        yield Judgement(Verdict.ROLLBACK, "repeat", text, {"even_steps": steps})
+        yield Judgement(Verdict.WARN, "repeat", text, {"even_steps": steps})
 
     @property
     def suspects_harm(self) -> bool:

@@ -23,15 +23,17 @@ GROWTH_FACTOR = 2.0
 class UpdateJumps(Monitor):
     """Warns of a layer whose update is many times what it was at the looks before, for the same learning rate.
 
-    No gradient does that to Adam, whose step is bounded: a number of its moments or of the weights has gone bad.
+    Adam's step is bounded, so that hardly any gradient does that: most likely a number of its moments or of the weights
+    has gone bad. What stays so is told once, and becomes what is usual.
     """
 
     def __init__(self, plan: PlannedRun) -> None:
         super().__init__(plan)
         self._ratios: dict[str, deque[float]] = {}
+        self._told: set[str] = set()
 
     def observe(self, seen: Seen) -> Iterator[Event]:
-        """Yield a warning for every layer that has jumped; what has jumped is not remembered."""
+        """Yield a warning for every layer that has jumped; the first look at what has jumped is not remembered."""
         watched = seen.result.watched
         if watched is None or seen.result.skipped or seen.learning_rate == 0:
             return
@@ -42,23 +44,30 @@ class UpdateJumps(Monitor):
             before = self._ratios.setdefault(name, deque(maxlen=REMEMBERED_LOOKS))
             usual = statistics.median(before) if len(before) >= FEWEST_LOOKS else math.inf
             # Not turned round into a <=: a ratio that is NaN has to take this branch.
-            if not ratio <= JUMP_FACTOR * usual:
+            has_jumped = not ratio <= JUMP_FACTOR * usual
+            if has_jumped and name not in self._told:
+                self._told.add(name)
                 text = (
                     f"the update of {name} is {values['update_ratio']:.3g} of its weights, {ratio / usual:.3g} times "
-                    "what it was at the looks before at the same learning rate: a moment of the optimizer or a weight "
-                    "has gone bad"
+                    "what it was at the looks before at the same learning rate: most likely a moment of the optimizer "
+                    "or a weight has gone bad"
                 )
                 yield seen.event("warning", text, layer=name, update_ratio=values["update_ratio"])
-            else:
+                continue
+            if not has_jumped:
+                self._told.discard(name)
+            # At a tiny learning rate an update is rounded away, which says nothing of the next ones.
+            if 0 < ratio < math.inf:
                 before.append(ratio)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ratios of every layer to the learning rate, oldest first."""
-        return {"ratios": {name: list(ratios) for name, ratios in self._ratios.items()}}
+        """Return the ratios of every layer to the learning rate, oldest first, and the layers that were told of."""
+        return {"ratios": {name: list(ratios) for name, ratios in self._ratios.items()}, "told": sorted(self._told)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from the ratios."""
         self._ratios = {name: deque(ratios, REMEMBERED_LOOKS) for name, ratios in state["ratios"].items()}
+        self._told = set(state["told"])
 
 
 class AttentionLogits(Monitor):
@@ -82,7 +91,8 @@ class AttentionLogits(Monitor):
                 continue
             logit = values["max_attention_logit"]
             looks = self._logits.setdefault(name, deque(maxlen=REMEMBERED_LOOKS))
-            looks.append(logit)
+            if logit > 0:  # of a query or key of zeros, there is nothing to grow from
+                looks.append(logit)
             # What is not finite is told by others.
             if not LARGE_LOGIT <= logit < math.inf or logit < GROWTH_FACTOR * looks[0]:
                 self._told.discard(name)

@@ -45,7 +45,8 @@ class SlowRanks(Monitor):
             return
         busy = seen.result.watched.rank_busy_seconds
         for rank, factors in enumerate(self._factors):
-            # A stage without any operations has nothing to be slow at.
+            if self._costs[rank] == 0:  # a stage without any operations has nothing to be slow at
+                continue
             peers = [busy[peer] * self._costs[rank] / max(self._costs[peer], 1) for peer in self._peers[rank]]
             of_peers = statistics.median(peers)
             factors.append(busy[rank] / max(of_peers, 1e-9))
@@ -84,6 +85,7 @@ class MemoryGrowth(Monitor):
         self._is_warm = True
         if not is_warm:
             return
+        grown = []
         for rank, held in enumerate(self._held):
             held.append(watched.rank_host_memory_gib[rank])
             grows = all(after > (1 + LEAST_GROWTH) * before for before, after in pairwise(held))
@@ -91,8 +93,12 @@ class MemoryGrowth(Monitor):
                 self._told.discard(rank)
             elif rank not in self._told:
                 self._told.add(rank)
-                text = (
-                    f"{self.plan.layout.describe(rank)} holds more memory at every look, {held[-1]:.3f} GiB after "
-                    f"{held[0]:.3f} GiB {GROWN_LOOKS - 1} looks before: something is kept that should be freed"
-                )
-                yield seen.event("warning", text, rank=rank, host_memory_gib=held[-1])
+                grown.append(rank)
+        if grown:
+            first = self._held[grown[0]]
+            others = f", and so do {len(grown) - 1:,} others" if len(grown) > 1 else ""
+            text = (
+                f"{self.plan.layout.describe(grown[0])} holds more memory at every look, {first[-1]:.3f} GiB after "
+                f"{first[0]:.3f} GiB {GROWN_LOOKS - 1} looks before{others}: something is kept that should be freed"
+            )
+            yield seen.event("warning", text, ranks=grown, host_memory_gib=first[-1])

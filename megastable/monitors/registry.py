@@ -45,6 +45,7 @@ class Monitors:
     """
 
     def __init__(self, plan: PlannedRun, step_metrics: Collection[str] = ()) -> None:
+        self._plan = plan
         self._monitors: dict[str, Monitor] = {name: kind(plan) for name, kind in MONITORS.items()}
         self._check_metric_names(step_metrics)
 
@@ -96,9 +97,12 @@ class Monitors:
         """
         for name, monitor in self._monitors.items():
             if monitor.is_of_the_text and not is_same_text:
+                self._monitors[name] = MONITORS[name](self._plan)
                 continue
-            if name in state:  # otherwise it was added to the program after the checkpoint was written
+            if name in state:
                 monitor.load_state_dict(state[name])
+            else:  # it was added to the program after the checkpoint was written
+                self._monitors[name] = MONITORS[name](self._plan)
 
     def _check_metric_names(self, step_metrics: Collection[str]) -> None:
         user_of_name = dict.fromkeys(step_metrics, "the step itself")

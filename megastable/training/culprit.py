@@ -96,7 +96,8 @@ class CulpritSearch:
         losses = self._engine.sample_losses(micro_batches, seen.batch)
         ranked = sorted(zip(losses, samples, strict=True), reverse=True)
         told = ", ".join(f"sample {sample:,} with {loss:.4f}" for loss, sample in ranked[:MOST_TOLD])
-        text = f"by their own loss the samples of the step rank: {told}"
+        when = "" if seen.result.skipped else " after the update"
+        text = f"by their own loss{when} the samples of the step rank: {told}"
         rest = [loss for loss, _ in ranked[MOST_TOLD:]]
         if rest:
             text += f"; the median of the others is {statistics.median(rest):.4f}"

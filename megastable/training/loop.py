@@ -97,8 +97,8 @@ class TrainingLoop:
             # All that decides from here on is the same on every rank: they stop, evaluate and save together or not at
             # all.
             events = self._events_of(seen)
-            events += self._culprits.events(state, seen, events)
             evaluation = self._look_after(seen, events)
+            events += self._search_culprit(state, seen, events)
             # Recorded by now, so that files and terminal show why; not saved, since a resume would begin with these
             # weights.
             deed = self._guard.deed(events)
@@ -187,6 +187,15 @@ class TrainingLoop:
         for event in events:
             self._recorder.record_event(event)
         return evaluation
+
+    def _search_culprit(self, before: TrainingState, seen: Seen, events: list[Event]) -> list[Event]:
+        """Find out by what a step went wrong, where it did, and record it."""
+        if self._is_asked_to_stop(seen):  # a search takes as long as a step or two
+            return []
+        found = self._culprits.events(before, seen, events)
+        for event in found:
+            self._recorder.record_event(event)
+        return found
 
     def _save_and_stop(self, seen: Seen, evaluation: Evaluation | None) -> None:
         """Save where that is due, and stop where a rank was asked to.

@@ -299,6 +299,11 @@ def test_an_even_loss_is_judged_at_its_eighth_step(seed: int) -> None:
         observe(monitor, step(low))
     assert monitor.suspects_harm
     assert [each.kind for each in judge(monitor, 3.5 - 0.002 * (EVEN_STEPS + 2))] == ["repeat"]
+    # Told once, and never acted on: less noise may be what is usual now.
+    for number in range(EVEN_STEPS + 2, 400):
+        judged = judge(monitor, 3.5 - 0.002 * number)
+        assert len(judged) == (number == EVEN_STEPS + 2) and all(each.verdict is Verdict.WARN for each in judged)
+        observe(monitor, step(3.5 - 0.002 * number))
 
 
 @quick

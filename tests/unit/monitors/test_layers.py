@@ -35,8 +35,16 @@ def test_an_update_that_jumps_is_told_with_its_layer(factor: float, is_told: boo
     assert not told(monitor, *[updates() for _ in range(6)])
     events = told(monitor, updates(factor))
     assert [event.data["layer"] for event in events] == (["block_1"] if is_told else [])
-    # What has jumped is not what is usual.
-    assert bool(told(monitor, updates(factor))) == is_told
+    # Told once, also over a resume; and what stays so is what is usual.
+    resumed = UpdateJumps(plan_of())
+    resumed.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
+    assert not told(resumed, *[updates(factor)] * 20)
+
+
+def test_updates_that_were_rounded_away_say_nothing_of_the_next_ones() -> None:
+    monitor = UpdateJumps(plan_of())
+    assert not told(monitor, *[updates(0.0)] * 8, *[updates()] * 8)
+    assert not told(AttentionLogits(plan_of()), *[logits(1.0, 0.0)] * 8, logits(1.0, 80.0))
 
 
 def test_updates_that_follow_the_learning_rate_do_not_jump() -> None:

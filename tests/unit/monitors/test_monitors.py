@@ -94,6 +94,21 @@ def test_a_resumed_monitor_says_what_an_uninterrupted_one_says(steps: list[dict[
         assert first.should_watch_next_step == whole.should_watch_next_step == step["skipped"]
 
 
+@pytest.mark.parametrize("is_same_text", [True, False])
+def test_what_a_checkpoint_says_nothing_of_is_forgotten(is_same_text: bool) -> None:
+    """Also where it is gone back to within a run: what came after it is not its memory."""
+    monitors = monitors_of()
+    fresh = monitors.state_dict()
+    for number in range(1, 20):
+        monitors.observe(seen(number))
+    known = {} if is_same_text else monitors.state_dict()
+    assert monitors.state_dict() != fresh
+    monitors.load_state_dict(known, is_same_text)
+    of_the_text = [name for name, kind in MONITORS.items() if kind.is_of_the_text]
+    for name in fresh if is_same_text else of_the_text:
+        assert monitors.state_dict()[name] == fresh[name]
+
+
 def test_the_registry_is_documented_and_a_checkpoint_without_a_monitor_is_no_fault() -> None:
     assert all(kind.__doc__ for kind in MONITORS.values())
     monitors = monitors_of()

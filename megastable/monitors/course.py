@@ -134,11 +134,6 @@ class Falls(Monitor):
         )
         yield Judgement(Verdict.WARN, "fall", text, {"median": self._losses.median, "steps_below": steps})
 
-    @property
-    def suspects_harm(self) -> bool:
-        """Tell whether the loss is too low by now, whatever becomes of it."""
-        return self._steps_below > 0
-
     def state_dict(self) -> dict[str, Any]:
         """Return the window, oldest first, and the count of steps below it."""
         return {"losses": self._losses.values, "steps_below": self._steps_below}
@@ -213,11 +208,6 @@ class Repeats(Monitor):
             "noise, as that of a single batch: are the same samples read again and again?"
         )
         yield Judgement(Verdict.WARN, "repeat", text, {"even_steps": steps})
-
-    @property
-    def suspects_harm(self) -> bool:
-        """Tell whether the loss is too even by now, whatever becomes of it."""
-        return self._even_steps >= SUSPECTED_STEPS
 
     def state_dict(self) -> dict[str, Any]:
         """Return the usual bends, oldest first, the last losses, and the count of even steps."""

@@ -79,7 +79,7 @@ class Epochs(Monitor):
         batch_samples = seen.batch.global_batch_size
         before = self._completed
         if before is None:
-            before = (position - batch_samples) // samples
+            before = 0 if seen.state.step == 1 else (position - batch_samples) // samples
         self._epoch = position / samples
         completed = position // samples
         self._completed = completed

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+import itertools
+from typing import Any, cast, get_args
+from unittest.mock import patch
 
 import pytest
 
@@ -12,7 +14,7 @@ from megastable.core.records import Candidate, Judgement, StepResult, TrainingSt
 from megastable.engine.training_engine import TrainingEngine
 from megastable.monitors import Monitors
 from megastable.monitors.monitor import STOP, Seen
-from megastable.training.recovery import CONFIRMED_AFTER_STEPS, UNEQUAL, Guard, returned
+from megastable.training.recovery import CONFIRMED_AFTER_STEPS, DEEDS, DONE, UNEQUAL, Guard, returned
 
 INTERVAL = 50
 BATCH = Batch(4, 4, 1)
@@ -143,7 +145,7 @@ def test_after_a_veto_a_new_trial_begins_at_once_where_nothing_is_good_yet() -> 
     assert run.back_to() == 7
 
 
-@pytest.mark.parametrize("policy", ["warn", "skip", "rollback", "stop"])
+@pytest.mark.parametrize("policy", DEEDS)
 def test_unequal_weights_stop_the_run_under_every_policy(policy: str) -> None:
     run = Run(policy)
     run.steps(INTERVAL + CONFIRMED_AFTER_STEPS)
@@ -159,3 +161,54 @@ def test_samples_that_were_left_out_stay_left_out() -> None:
     later = TrainingState(25, 100, left_out_samples=first.left_out_samples, rollbacks=first.rollbacks)
     second = returned(TrainingState(step=20, consumed_samples=80), later)
     assert second.data_position == 144 and [each.to_step for each in second.rollbacks] == [20, 20]
+
+
+# What becomes of each verdict under each policy
+
+POLICIES = get_args(StabilityConfig.model_fields["guard"].annotation)
+OWN_DEED = {"warn": Verdict.WARN, "skip": Verdict.SKIP, "rollback": Verdict.ROLLBACK, "stop": Verdict.STOP}
+"""Policy -> the harshest that it does of its own accord."""
+
+
+def deed_of(policy: str, verdict: Verdict) -> Verdict:
+    return Run(policy).step(verdict)
+
+
+def test_every_policy_of_a_run_file_has_deeds_and_a_row_here() -> None:
+    assert DEEDS.keys() == set(POLICIES) == OWN_DEED.keys()
+
+
+@pytest.mark.parametrize("verdict", Verdict)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_done_follows_from_policy_and_verdict(policy: str, verdict: Verdict) -> None:
+    run = Run(policy)
+    deed = run.step(verdict)
+    # A harsher verdict never has a milder end, and what is harmless is left alone.
+    assert all(deed_of(policy, harsher) >= deed for harsher in Verdict if harsher > verdict)
+    assert verdict > Verdict.WARN or deed is verdict
+    # Nothing is done that the policy does not name, but for the stop that a monitor asks for; nothing is swallowed.
+    assert deed <= OWN_DEED[policy] or deed is verdict is Verdict.STOP
+    assert verdict is Verdict.CONTINUE or deed >= Verdict.WARN
+    # The update is applied or not as the deed says, and the event tells it in words.
+    assert run.state.skipped_steps == (deed >= Verdict.SKIP)
+    told = run.guard.events(Seen(run.state, BATCH, 0.1, StepResult(2.0, 1.0, 1.0, False, 1.0)))
+    assert [event.text for event in told] == ([] if verdict is Verdict.CONTINUE else [f"because: {DONE[deed]}"])
+
+
+@pytest.mark.parametrize("verdict", Verdict)
+def test_no_policy_is_milder_than_to_warn_nor_harsher_than_to_stop(verdict: Verdict) -> None:
+    deeds = [deed_of(policy, verdict) for policy in POLICIES]
+    assert deed_of("warn", verdict) == min(deeds) and deed_of("stop", verdict) == max(deeds)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_of_several_judgements_the_harshest_deed_is_done(policy: str) -> None:
+    for first, second in itertools.product(Verdict, repeat=2):
+        run = Run(policy)
+        judgements = [Judgement(each, "spike", "because", {}) for each in (first, second)]
+        run.guard.begin_step()
+        with patch.object(run.monitors, "judge", return_value=judgements):
+            vetoed = run.guard.judge(Candidate(2.0, 1.0, 4))
+        deed = run.guard.deed([])
+        assert deed == max(deed_of(policy, first), deed_of(policy, second))
+        assert vetoed == (deed >= Verdict.SKIP)

@@ -18,9 +18,10 @@ from megastable.core.launch import Launch
 from megastable.core.records import TrainingState
 from megastable.planning.run_plan import RunPlan
 from megastable.training import entry
+from megastable.training import start as start_module
 from megastable.training.entry import run_command
 from megastable.training.run_folder import RunFolder
-from megastable.training.start import RunRequest, Start, find_start
+from megastable.training.start import WRITER_PACKAGES, RunRequest, Start, find_start
 from tests.support.checkpoints import write_checkpoint
 from tests.support.odd_names import ODD_NAMES
 from tests.support.tiny_run import run_dict, tiny_run
@@ -402,3 +403,22 @@ def test_of_damaged_checkpoints_and_one_in_skips_that_one_is_gone_on_from(reques
     assert f"{in_skips} is taken all the same" in warnings[-1]
     with pytest.raises(UserError, match="only damaged ones"):
         start.older(["this one has, too"])
+
+
+@pytest.mark.parametrize("writer", WRITER_PACKAGES)
+def test_a_writer_whose_package_is_not_there_is_refused_with_what_to_install(
+    request_of_tiny_run: RunRequest, writer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(start_module, "find_spec", lambda package: None)
+    text = refusal(changed(request_of_tiny_run, overrides=(f"{writer}.enabled=true",)), capsys)
+    assert f"{writer}.enabled needs the package {WRITER_PACKAGES[writer]}: pip install" in text
+
+
+def test_every_writer_of_a_run_file_names_its_package() -> None:
+    """DeepSpeed's CSV files need none."""
+    writers = {
+        name
+        for name, field in RunConfig.model_fields.items()
+        if "enabled" in getattr(field.annotation, "model_fields", {})
+    }
+    assert writers - {"csv_monitor", "fp16", "bf16"} == WRITER_PACKAGES.keys()

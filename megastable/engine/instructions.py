@@ -2,8 +2,8 @@
 
 DeepSpeed's schedules say in which order a stage executes its instructions; what an instruction does is looked up in the
 map ``_INSTRUCTION_MAP`` of the engine. ``instruction_table`` builds that map whole, one row for every kind of
-instruction, and ``install_instructions`` is the only place that assigns it. What a row executes is composed there, in
-the order in which it has to run, so that nothing depends on who wrapped whom first.
+instruction, ``install_instructions`` assigns it, and ``executed_instead`` alone replaces it, for a while. What a row
+executes is composed there, in the order in which it has to run, so that nothing depends on who wrapped whom first.
 
 The table is data: it says nothing of the order of instructions. An executor with orders of its own takes the same rows,
 and for a kind that DeepSpeed does not have, such as half of a backward pass, one row more.
@@ -11,9 +11,10 @@ and for a kind that DeepSpeed does not have, such as half of a backward pass, on
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from megastable.engine.progress import Progress
 
+Kind = type[schedule.PipeInstruction]
 Execute = Callable[..., None]
 """Takes the engine, then the keywords of the instruction: ``buffer_id``, or nothing."""
 
@@ -145,6 +147,23 @@ def install_instructions(engine: PipelineEngine, table: Sequence[Instruction]) -
     if faults:
         raise ValueError(f"the table of instructions and DeepSpeed's map differ: {'; '.join(faults)}")
     engine._INSTRUCTION_MAP = {row.kind: row.ours for row in table}
+
+
+@contextlib.contextmanager
+def executed_instead(
+    engine: PipelineEngine, changed: Callable[[Mapping[Kind, Execute]], Mapping[Kind, Execute]]
+) -> Iterator[None]:
+    """Let the engine execute other functions for some kinds of instructions for a while.
+
+    Args:
+        changed: returns them, given what is executed otherwise.
+    """
+    table = engine._INSTRUCTION_MAP
+    engine._INSTRUCTION_MAP = {**table, **changed(table)}
+    try:
+        yield
+    finally:
+        engine._INSTRUCTION_MAP = table
 
 
 def marking_progress(table: Sequence[Instruction], progress: Progress) -> tuple[Instruction, ...]:

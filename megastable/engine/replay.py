@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from megastable.core.labels import IGNORED_LABEL
 from megastable.core.layout import ParallelLayout
 from megastable.core.records import Culprit
 from megastable.data import MicroBatch
-from megastable.engine.instructions import Execute, accumulated_gradient
+from megastable.engine.instructions import Execute, Kind, accumulated_gradient, executed_instead
 from megastable.engine.pipeline_module import GptPipeline
 from megastable.engine.random_state import random_state, set_random_state
 from megastable.model.ends import LogitCap
@@ -97,7 +97,7 @@ class Replay:
         self._found = None
         self._look_at_weights()
         followed = None if micro_batches is None else self._looked_at(micro_batches)
-        with self._as_at_the_beginning(), self._hooked(), self._without_update():
+        with self._as_at_the_beginning(), self._hooked(), executed_instead(self._engine, self._passes_alone):
             engine = self._engine
             if followed is not None:
                 engine.set_dataiterator(followed)
@@ -141,22 +141,14 @@ class Replay:
             set_random_state(after)
             module.micro_offset = offset_after
 
-    @contextlib.contextmanager
-    def _without_update(self) -> Iterator[None]:
-        """Let the engine execute passes and transfers alone, each pass followed."""
-        engine = self._engine
-        table = engine._INSTRUCTION_MAP
+    def _passes_alone(self, table: Mapping[Kind, Execute]) -> Mapping[Kind, Execute]:
+        """Return what is executed instead: passes are followed, and nothing comes of their gradients."""
         ends = (schedule.ReduceTiedGrads, schedule.ReduceGrads, schedule.OptimizerStep)
-        engine._INSTRUCTION_MAP = {
-            **table,
+        return {
             **dict.fromkeys(ends, _do_nothing),
             schedule.ForwardPass: self._followed(table[schedule.ForwardPass], FORWARD),
             schedule.BackwardPass: self._followed(table[schedule.BackwardPass], BACKWARD),
         }
-        try:
-            yield
-        finally:
-            engine._INSTRUCTION_MAP = table
 
     def _followed(self, execute: Execute, phase: int) -> Execute:
         """Return a pass that notes what it is of; every kind of pass meets the micro-batches in their order."""

@@ -112,13 +112,12 @@ def test_no_way_of_changing_the_map_is_overlooked(source: str) -> None:
 
 
 def test_the_map_is_assigned_in_one_place() -> None:
-    found = {}
+    found = set()
     files = (path for folder in ("megastable", "launch", "benchmarks") for path in (REPOSITORY / folder).rglob("*.py"))
     for path in files:
-        nodes = list(mentions(path.read_text(encoding="utf-8")))
-        if nodes:
-            found[str(path.relative_to(REPOSITORY))] = [type(getattr(node, "ctx", None)) for node in nodes]
-    assert found == {"megastable/engine/instructions.py": [ast.Load, ast.Store]}
+        if any(mentions(path.read_text(encoding="utf-8"))):
+            found.add(str(path.relative_to(REPOSITORY)))
+    assert found == {"megastable/engine/instructions.py"}
 
 
 # What the rows save

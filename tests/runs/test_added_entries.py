@@ -19,7 +19,10 @@ from tests.support.scripts import train_and_resume
 from tests.support.toy_entries import TOY_ENTRIES, ToyEntry, add_and_look, add_rule
 
 NUM_STEPS = 3
-WITH_A_TEST_OF_ITS_OWN = {"engine to compare with"}  # test_peers_benchmark.py
+WITH_A_TEST_OF_ITS_OWN = {
+    "engine to compare with",
+    "fault of the gauntlet",
+}  # test_peers_ and test_gauntlet_benchmark.py
 
 
 def write_toy_run(folder: Path, toy: ToyEntry) -> Path:
